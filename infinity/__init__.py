@@ -1,0 +1,36 @@
+"""Trains models larger than GPU memory and RAM on one machine. `import infinity` loads no torch: names load when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "infinity.errors",
+    "Config": "infinity.config",
+    "ConfigError": "infinity.errors",
+    "DataError": "infinity.errors",
+    "DoesNotFit": "infinity.errors",
+    "Engine": "infinity.engine",
+    "InfinityError": "infinity.errors",
+    "ModelError": "infinity.errors",
+    "OverBudget": "infinity.errors",
+    "Placement": "infinity.placement",
+    "StepResult": "infinity.engine",
+    "StorageError": "infinity.errors",
+    "initialize": "infinity.engine",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,1 @@
+"""The built-in models: their sizes (torch-free) and the decoder itself."""
