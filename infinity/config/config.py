@@ -1,0 +1,181 @@
+"""The whole configuration: one frozen value that knows where each of its values comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from infinity.config.aio import AioSection
+from infinity.config.batch import BatchSizes, resolve_batch
+from infinity.config.layers import Layer, file_layer
+from infinity.config.optimizer import OptimizerSection, SchedulerSection
+from infinity.config.own import InfinitySection
+from infinity.config.precision import Bf16Section, DataTypesSection, Fp16Section
+from infinity.config.problems import config_error, validation_problems
+from infinity.config.resolve import DEFAULT_SOURCE, Resolved, SourcedValue, resolve, schema_of
+from infinity.config.section import Count, Section, WholeNumber
+from infinity.config.zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from infinity.errors import ConfigError
+
+
+class Config(Section):
+    """What the user asked for, under DeepSpeed's names; made by `from_any` or `from_layers`, never changed.
+
+    Both raise ConfigError, which lists every problem: unknown keys with the nearest known one, wrong types and values,
+    contradictions. Keys of DeepSpeed that have no effect here are accepted with a line in `notes`.
+    """
+
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    gradient_clipping: float = Field(default=1.0, ge=0.0)  # global norm; 0 switches clipping off
+    seed: WholeNumber = 0
+    steps_per_print: Count | None = None
+    optimizer: OptimizerSection = OptimizerSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    bf16: Bf16Section = Bf16Section()
+    fp16: Fp16Section = Fp16Section()
+    data_types: DataTypesSection = DataTypesSection()
+    zero_optimization: ZeroSection = ZeroSection()
+    aio: AioSection = AioSection()
+    infinity: InfinitySection = InfinitySection()
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def from_any(cls, value: Mapping[str, object] | str | Path | Config | None) -> Config:
+        """Return the configuration that a dict, a JSON file's path, a Config or None (all defaults) means."""
+        if isinstance(value, Config):
+            return value
+        if value is None:
+            return cls.from_layers(())
+        if isinstance(value, str | Path):
+            return cls.from_layers((file_layer(value),))
+        if isinstance(value, Mapping):
+            return cls.from_layers((Layer("config", value),))
+        raise ConfigError(
+            f"config: {type(value).__name__} is no configuration.",
+            remedy="Give a dict, the path of a JSON file or a Config.",
+        )
+
+    @classmethod
+    def from_layers(cls, layers: Sequence[Layer]) -> Config:
+        """Merge layers, the weakest first: file, then `--set`, then flags."""
+        resolved = resolve(layers, SCHEMA)
+        problems = list(resolved.problems)
+        try:
+            config = cls(**resolved.nested())  # type: ignore[arg-type]
+        except ValidationError as error:
+            problems += validation_problems(error, {path: value.source for path, value in resolved.given.items()})
+        if problems:
+            raise config_error(problems)
+        config._sources = _source_texts(resolved)
+        config._notes = (*resolved.notes, *_notes(config, resolved))
+        return config
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        own, accumulate = self.infinity.grad_dtype, self.data_types.grad_accum_dtype
+        if own and accumulate and own != accumulate:
+            raise ValueError(
+                f"infinity.grad_dtype {own} contradicts data_types.grad_accum_dtype {accumulate}; keep one of them"
+            )
+        if self.grad_dtype == "bf16" and not self.bf16.enabled:
+            raise ValueError("a bf16 gradient needs bf16.enabled: fp32 runs keep fp32 gradients")
+        for name, section in self._offload_sections():
+            if section.device == "nvme" and not self.nvme_directories:
+                raise ValueError(
+                    f"zero_optimization.{name}.device is nvme, but no directory is given; set its nvme_path, "
+                    "infinity.nvme or --nvme"
+                )
+        schedule = self.scheduler.params
+        if schedule.total_num_steps is not None and schedule.warmup_num_steps > schedule.total_num_steps:
+            raise ValueError(
+                f"scheduler.params: warmup_num_steps {schedule.warmup_num_steps} is more than "
+                f"total_num_steps {schedule.total_num_steps}"
+            )
+        return self
+
+    def _offload_sections(self) -> tuple[tuple[str, OffloadOptimizerSection | OffloadParamSection], ...]:
+        zero = self.zero_optimization
+        return ("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)
+
+    @property
+    def nvme_directories(self) -> tuple[Path, ...]:
+        """The directories of everything that lives on NVMe, each once: infinity.nvme, then those of the offload sections."""
+        found = list(self.infinity.nvme)
+        for _, section in self._offload_sections():
+            if section.device in ("auto", "nvme"):
+                found += section.nvme_path
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def grad_dtype(self) -> Literal["fp32", "bf16"]:
+        """The dtype to which a finished gradient is rounded, once."""
+        chosen = self.infinity.grad_dtype or self.data_types.grad_accum_dtype
+        return chosen or ("bf16" if self.bf16.enabled else "fp32")
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether host buffers are pinned where there is a GPU."""
+        return all(section.pin_memory for _, section in self._offload_sections())
+
+    def batch(self, world_size: int) -> BatchSizes:
+        """Return the resolved batch triple; raises ConfigError with the arithmetic where it does not come out."""
+        return resolve_batch(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            world_size=world_size,
+        )
+
+    def effective(self) -> dict[str, object]:
+        """Return every value, nested and ready for JSON; `from_any` reads it back. None means chosen by the planner."""
+        return self.model_dump(mode="json")
+
+    def sources(self) -> dict[str, SourcedValue]:
+        """Return every key path with its value and where it comes from."""
+        values = self.effective()
+        return {
+            path: SourcedValue(_value_at(values, path), self._sources.get(path, DEFAULT_SOURCE))
+            for path in sorted(SCHEMA.fields)
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """Return one line for each given key that has no effect here or means something that its name does not say."""
+        return self._notes
+
+
+SCHEMA = schema_of(Config)
+
+
+def _source_texts(resolved: Resolved) -> dict[str, str]:
+    given = {path: sourced.source for path, sourced in resolved.given.items()}
+    return given | {path: f"{DEFAULT_SOURCE} ({source} says auto)" for path, source in resolved.auto_sources.items()}
+
+
+def _value_at(tree: Mapping[str, object], path: str) -> object:
+    value: object = tree
+    for part in path.split("."):
+        value = value[part]  # type: ignore[index]
+    return value
+
+
+def _notes(config: Config, resolved: Resolved) -> list[str]:
+    notes = []
+    optimizer = config.optimizer
+    if optimizer.type == "Adam" and optimizer.params.weight_decay and "optimizer.params.adam_w_mode" not in resolved.given:
+        notes.append(
+            "optimizer.type: Adam decays weights as AdamW does, because adam_w_mode is true unless it is set to false, "
+            "as in DeepSpeed."
+        )
+    for name, section in config._offload_sections():
+        if section.nvme_path and section.device not in ("auto", "nvme"):
+            notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")
+    if len(config.nvme_directories) > 1:
+        notes.append("nvme_path: everything on NVMe is striped over all directories given.")
+    return notes

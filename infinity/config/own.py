@@ -1,0 +1,29 @@
+"""The section `infinity`: what DeepSpeed has no key for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from infinity.byte_sizes import MIB
+from infinity.config.section import Count, Directories, GradDtype, Section, Size, Words
+
+
+class InfinitySection(Section):
+    """`infinity`; None means that the planner chooses, and is written "auto" in a file."""
+
+    nvme: Directories = ()  # directories for whatever lives on NVMe
+    cpu_memory: Size | None = None  # bytes per node
+    gpu_memory: Size | None = None  # bytes per GPU
+    schedule: Literal["vertical", "horizontal"] = "vertical"
+    tile_bytes: Size = 8 * MIB  # optimizer state per tile
+    tile_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers that tiles stream through
+    weight_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers for gathered units
+    engine: Literal["auto", "uring", "threads"] = "auto"
+    io_policy: Literal["mixed", "burst"] = "mixed"
+    grad_dtype: GradDtype | None = None  # None: bf16 in bf16 runs, fp32 in fp32 runs
+    check: bool = False  # compare every rerun's outputs with the first run's, in bits
+    recompute: bool = False  # rerun also the units whose weights are resident
+    units: Words = ()  # class names or name patterns of the modules that are units; empty: found by structure
+    deterministic: bool = False
