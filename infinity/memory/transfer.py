@@ -2,7 +2,8 @@
 
 Every copy to the device waits until its destination is free: either for all work queued on the compute stream so far
 (always right, but it never overlaps with that work) or, with `after`, for the point at which the caller marked the
-destination's last use. Every copy to the host waits for all work queued so far, for that work makes what is copied. Nothing else waits.
+destination's last use. Every copy to the host waits for all work queued so far, for that work makes what is copied.
+Nothing else waits.
 """
 
 from __future__ import annotations
