@@ -213,6 +213,8 @@ def tile_segments(section: Section, tile: Tile) -> tuple[Segment, ...]:
         if begin < end:
             skipped = begin - segment.offset
             pieces.append(
-                Segment(segment.parameter, segment.group, begin - tile.offset, end - begin, segment.parameter_offset + skipped)
+                Segment(
+                    segment.parameter, segment.group, begin - tile.offset, end - begin, segment.parameter_offset + skipped
+                )
             )
     return tuple(pieces)

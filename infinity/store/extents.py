@@ -1,0 +1,126 @@
+"""Which bytes of which file belong to what: pure arithmetic, done before any file exists; no I/O.
+
+An extent is a run of whole pages in one file. Weights have one extent a shard, gradients one extent a shard, optimizer state
+one extent a tile. Extents of one kind go round over the directories, each to the one that is least full for its weight, so
+that equal directories are filled in turn and consecutive tiles are read from different disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.byte_sizes import PAGE_BYTES, round_up
+from infinity.states import Tier
+from infinity.store.layout import ShardLayout, Tile
+from infinity.store.shares import ShardShares
+
+Shards = Sequence[tuple[ShardLayout, ShardShares]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of whole pages in one file."""
+
+    file: int  # index of the file, which is that of its directory
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardExtents:
+    """The extents of one shard; None where the bytes are not in these files, or where there are none."""
+
+    weights: Extent | None
+    tiles: tuple[Extent | None, ...]
+    gradients: Extent | None
+
+    def __iter__(self) -> Iterator[Extent]:
+        """Yield the extents that exist: weights, tiles, gradients."""
+        return (extent for extent in (self.weights, *self.tiles, self.gradients) if extent is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentTable:
+    """Every extent of a store, and the exact size of each file."""
+
+    shards: tuple[ShardExtents, ...]
+    file_bytes: tuple[int, ...]
+
+
+def plan_extents(shards: Shards, *, grad_element_bytes: int, directory_weights: Sequence[float] = (1.0,)) -> ExtentTable:
+    """Place all that lives on NVMe; `directory_weights` has one positive number a directory, its share of the bytes."""
+    stripes = _Stripes(directory_weights)
+    placed = []
+    for layout, shares in shards:
+        weight_bytes = layout.shard_weight_bytes if shares.params is Tier.NVME else 0
+        grad_bytes = layout.grad_bytes(grad_element_bytes) if shares.grads is Tier.NVME else 0
+        placed.append(
+            ShardExtents(
+                weights=stripes.place("weights", weight_bytes),
+                tiles=tuple(
+                    None if tile.index in shares.resident_tiles else stripes.place("tiles", tile.extent_bytes)
+                    for tile in layout.tiles
+                ),
+                gradients=stripes.place("gradients", grad_bytes),
+            )
+        )
+    return ExtentTable(tuple(placed), stripes.file_bytes())
+
+
+def plan_resident_extents(shards: Shards) -> ExtentTable:
+    """Place what a checkpoint in place must add, the weights and tiles that live in RAM, in one file."""
+    stripes = _Stripes((1.0,))
+    placed = []
+    for layout, shares in shards:
+        weight_bytes = 0 if shares.params is Tier.NVME else layout.shard_weight_bytes
+        placed.append(
+            ShardExtents(
+                weights=stripes.place("weights", weight_bytes),
+                tiles=tuple(
+                    stripes.place("tiles", tile.extent_bytes) if tile.index in shares.resident_tiles else None
+                    for tile in layout.tiles
+                ),
+                gradients=None,
+            )
+        )
+    return ExtentTable(tuple(placed), stripes.file_bytes())
+
+
+class _Stripes:
+    """The fill of each file, per kind for the balance and in all for the offsets."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = tuple(weights)
+        self._ends = [0] * len(self._weights)
+        self._fill = {kind: [0] * len(self._weights) for kind in ("weights", "tiles", "gradients")}
+
+    def place(self, kind: str, num_bytes: int) -> Extent | None:
+        if not num_bytes:
+            return None
+        fill = self._fill[kind]
+        file = min(range(len(fill)), key=lambda index: (fill[index] + num_bytes) / self._weights[index])
+        extent = Extent(file, self._ends[file], num_bytes)
+        fill[file] += num_bytes
+        self._ends[file] += num_bytes
+        return extent
+
+    def file_bytes(self) -> tuple[int, ...]:
+        return tuple(self._ends)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientWindow:
+    """The pages of a shard's gradient that hold one tile's part."""
+
+    offset: int  # first byte in the shard's gradient, at a page boundary
+    num_bytes: int  # whole pages
+    lead_bytes: int  # bytes in the first page before the tile's first gradient
+
+
+def gradient_window(tile: Tile, grad_element_bytes: int) -> GradientWindow:
+    """Return the pages that cover the gradients of the tile's elements."""
+    begin = tile.state_offset * grad_element_bytes
+    end = begin + tile.num_elements * grad_element_bytes
+    offset = begin // PAGE_BYTES * PAGE_BYTES
+    return GradientWindow(offset, round_up(end, PAGE_BYTES) - offset, begin - offset)

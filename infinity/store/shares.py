@@ -1,0 +1,16 @@
+"""Where a shard's model states live: the part of a placement that the store needs, as a frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.states import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ShardShares:
+    """The tiers of one shard. NVME means an extent in a swap file; GPU and CPU both mean a host arena of the store."""
+
+    params: Tier
+    grads: Tier
+    resident_tiles: frozenset[int]  # indices of the tiles of optimizer state that stay in RAM

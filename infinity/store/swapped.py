@@ -1,0 +1,162 @@
+"""Bytes in a swap file: one extent each, whose reads and writes never overtake each other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from infinity.aio.engine import Engine
+from infinity.aio.files import DirectFile
+from infinity.aio.request import Op, Request
+from infinity.errors import IllegalTransition, StorageError
+from infinity.handles import Handle, Ready
+from infinity.memory.arena import Buffer
+from infinity.states import Lifecycle
+from infinity.store.extents import Extent
+from infinity.store.swap_file import with_free_space
+from infinity.telemetry.recorder import Recorder
+
+
+class IoState(Enum):
+    """OPEN: takes requests. CLOSED: its files may be closed, so it takes none."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+_IO_MOVES = {IoState.OPEN: (IoState.CLOSED,), IoState.CLOSED: (IoState.CLOSED,)}
+
+
+class SwapIo:
+    """The engine, the swap files and the counters of one store. Safe to use from any thread.
+
+    Bytes are counted when they are submitted, in whole pages: what the disk transfers, not the logical lengths.
+    """
+
+    def __init__(self, engine: Engine, files: Sequence[DirectFile], recorder: Recorder) -> None:
+        self.files = tuple(files)
+        self._engine = engine
+        self._recorder = recorder
+        self._lifecycle = Lifecycle("Store", IoState.OPEN, _IO_MOVES)
+
+    def read(self, extent: Extent, into: Buffer) -> Handle[None]:
+        """Read a whole extent. Raises StorageError for a buffer that is too small."""
+        self._recorder.count("nvme_read_bytes", extent.num_bytes)
+        return self._submit(Op.READ, extent, into)
+
+    def write(self, extent: Extent, source: Buffer, *, counters: Sequence[str] = ()) -> Handle[None]:
+        """Write a whole extent; `counters` are counted beside `nvme_write_bytes`."""
+        for name in ("nvme_write_bytes", *counters):
+            self._recorder.count(name, extent.num_bytes)
+        return _Write(self._submit(Op.WRITE, extent, source), self.files[extent.file])
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self._lifecycle.to(IoState.CLOSED)
+
+    def _submit(self, op: Op, extent: Extent, buffer: Buffer) -> Handle[None]:
+        if self._lifecycle.state is IoState.CLOSED:
+            raise IllegalTransition("The store is closed; it reads and writes no more.")
+        file = self.files[extent.file]
+        if buffer.num_bytes < extent.num_bytes:
+            raise StorageError(
+                f"{file.path}: {op.name.lower()} of {extent.num_bytes} bytes at {extent.offset} with a buffer of "
+                f"{buffer.num_bytes} bytes.",
+                remedy="Give a buffer of whole pages.",
+            )
+        return self._engine.submit([Request(op, file, extent.offset, buffer.address, extent.num_bytes, buffer)])[0]
+
+
+class _Write:
+    """The handle of a write; its error also says how much space is free."""
+
+    __slots__ = ("_file", "_handle")
+
+    def __init__(self, handle: Handle[None], file: DirectFile) -> None:
+        self._handle = handle
+        self._file = file
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except StorageError as error:
+            raise with_free_space(error, self._file.path.parent) from error
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
+_WRITTEN = Ready(None)
+
+
+class SwappedBytes:
+    """The bytes of one extent. Safe to use from any thread.
+
+    A read waits for the write before it and a write for the reads and the write before it, inside the call. After a failed
+    write the extent's bytes are undefined: every later use raises that write's error.
+    """
+
+    def __init__(
+        self, io: SwapIo, extent: Extent, name: str, *, written: bool, before_write: Callable[[], None], counters: Sequence[str] = ()
+    ) -> None:
+        self.extent = extent
+        self._io = io
+        self._name = name
+        self._before_write = before_write
+        self._counters = tuple(counters)
+        self._lock = threading.Lock()
+        self._last_write: Handle[None] | None = _WRITTEN if written else None  # None: never written
+        self._reads: list[Handle[None]] = []
+
+    def read(self, into: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
+        """Read whole pages, from `offset` in the extent to its end unless `num_bytes` is given.
+
+        Raises IllegalTransition when nothing was written yet.
+        """
+        with self._lock:
+            self._settle()
+            if self._last_write is None:
+                raise IllegalTransition(f"{self._name}: read before anything was written.")
+            length = self.extent.num_bytes - offset if num_bytes is None else num_bytes
+            handle = self._io.read(Extent(self.extent.file, self.extent.offset + offset, length), into)
+            self._reads = [read for read in self._reads if not read.done()] + [handle]
+            return handle
+
+    def write(self, source: Buffer) -> Handle[None]:
+        """Write the whole extent."""
+        with self._lock:
+            self._settle()
+            self._finish_reads()
+            self._before_write()
+            self._last_write = self._io.write(self.extent, source, counters=self._counters)
+            return self._last_write
+
+    def settle(self) -> None:
+        """Wait for the write in flight. Raises its error."""
+        with self._lock:
+            self._settle()
+
+    def finish(self) -> None:
+        """Wait until nothing is in flight, whatever became of it: errors belong to those who hold the handles."""
+        with self._lock:
+            self._finish_reads()
+            with contextlib.suppress(StorageError):
+                self._settle()
+
+    @property
+    def written(self) -> bool:
+        """Whether a write was ever begun."""
+        return self._last_write is not None
+
+    def _settle(self) -> None:
+        if self._last_write is not None:
+            self._last_write.wait()
+            self._last_write = _WRITTEN  # lets go of the buffer that the handle keeps alive
+
+    def _finish_reads(self) -> None:
+        for read in self._reads:
+            with contextlib.suppress(StorageError):  # the reader's error
+                read.wait()
+        self._reads.clear()
