@@ -1,0 +1,149 @@
+"""Sums of gradients: fp32 accumulators per (parameter, visit), rounded once when a shard is final, then handed on.
+
+Each accumulator sums its micro-batches in the order in which backward brings them, which every schedule makes ascending;
+visits are added in visit order. So the result does not depend on the schedule. A shard is final when its last pending call
+has run backward. A first contribution is kept as it is, so that one micro-batch costs no fp32 copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from infinity.zero.shard import Shard
+
+
+class GradientTarget(Protocol):
+    """Takes the final gradient of a shard, on the tier where it waits for the update."""
+
+    def flat(self, shard: int) -> torch.Tensor:
+        """Return a 1-D tensor of grad_dtype, [num_state_elements], to be filled."""
+        ...
+
+    def publish(self, shard: int, touched: frozenset[str]) -> None:
+        """Take the filled tensor; `touched` names the parameters that received a gradient."""
+        ...
+
+
+@dataclass(slots=True)
+class _Sum:
+    """One accumulator: the first gradient as it came, an fp32 sum from the second on."""
+
+    value: torch.Tensor
+    num_added: int = 1
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self.num_added == 1:
+            self.value = self.value.to(torch.float32, copy=True)
+        self.value.add_(gradient)
+        self.num_added += 1
+
+
+@dataclass(slots=True)
+class _ShardSums:
+    num_pending_calls: int = 0
+    sums: dict[tuple[str, int], _Sum] = field(default_factory=dict)  # by (parameter, visit ordinal)
+    late: list[tuple[str, int, torch.Tensor]] = field(default_factory=list)
+    final: bool = False
+
+
+class GradientSums:
+    """The accumulators of one step. `open` allows shards to become final; `finish` makes all of them final.
+
+    Owner: the schedule. One thread. After an exception: `discard` drops everything.
+    """
+
+    def __init__(self, shards: Sequence[Shard], target: GradientTarget) -> None:
+        self._shards = shards
+        self._target = target
+        self._states = [_ShardSums() for _ in shards]
+        self._complete_shards_are_final = False
+
+    def expect(self, shards: Sequence[int]) -> None:
+        """Register a call whose backward is to come."""
+        for shard in shards:
+            self._states[shard].num_pending_calls += 1
+
+    def add(self, shard: int, parameter: str, ordinal: int, gradient: torch.Tensor, *, late: bool = False) -> None:
+        """Add one micro-batch's gradient of one visit. `late` ones are added after all others, in the order given."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        state = self._states[shard]
+        if late:
+            state.late.append((parameter, ordinal, gradient))
+            return
+        present = state.sums.get((parameter, ordinal))
+        if present is None:
+            state.sums[parameter, ordinal] = _Sum(gradient)
+        else:
+            present.add(gradient)
+
+    def complete(self, shards: Sequence[int]) -> None:
+        """Register that a call's backward has run."""
+        for shard in shards:
+            state = self._states[shard]
+            state.num_pending_calls -= 1
+            if self._complete_shards_are_final and state.num_pending_calls == 0:
+                self._finalise(shard)
+
+    def open(self) -> None:
+        """All calls of the step are registered: from now on a shard without pending calls is final."""
+        self._complete_shards_are_final = True
+        for shard, state in enumerate(self._states):
+            if state.num_pending_calls == 0 and (state.sums or state.late) and self._shards[shard].group.units:
+                self._finalise(shard)
+
+    def finish(self) -> None:
+        """Backward has ended: calls that were never reached count no more."""
+        for shard in range(len(self._states)):
+            self._finalise(shard)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget everything, as before the first call of a step."""
+        self._states = [_ShardSums() for _ in self._shards]
+        self._complete_shards_are_final = False
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all accumulators."""
+        return sum(
+            total.value.numel() * total.value.element_size() for state in self._states for total in state.sums.values()
+        )
+
+    def _finalise(self, shard: int) -> None:
+        state = self._states[shard]
+        if state.final:
+            return
+        state.final = True
+        for parameter, ordinal, gradient in state.late:
+            self.add(shard, parameter, ordinal, gradient)
+        layout = self._shards[shard].layout
+        if layout.num_state_elements == 0:
+            return
+        totals = _over_visits(state.sums)
+        flat = self._target.flat(shard)
+        flat.zero_()
+        for section in layout.sections:
+            if not section.trainable:
+                continue
+            for segment in section.segments:
+                total = totals.get(segment.parameter)
+                if total is not None:
+                    start = section.state_offset + segment.offset
+                    part = total.reshape(-1)[segment.parameter_offset : segment.parameter_offset + segment.length]
+                    flat[start : start + segment.length].copy_(part)  # the one rounding, to nearest even
+        state.sums.clear()
+        state.late.clear()
+        self._target.publish(shard, frozenset(totals))
+
+
+def _over_visits(sums: Mapping[tuple[str, int], _Sum]) -> dict[str, torch.Tensor]:
+    totals: dict[str, torch.Tensor] = {}
+    for (parameter, _), visit in sorted(sums.items(), key=lambda item: item[0]):
+        before = totals.get(parameter)
+        value = visit.value
+        totals[parameter] = value if before is None else before.to(torch.float32).add(value)
+    return totals

@@ -1,0 +1,58 @@
+"""Where one micro-batch is on its walk through the units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The n-th call of a unit by one micro-batch."""
+
+    unit: int
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedLeaf:
+    """A leaf that stands for a parameter during one call or between two calls, so that its gradient comes to us alone."""
+
+    shard: int
+    parameter: str
+    ordinal: int  # the visit that its gradient is booked to
+    tensor: torch.nn.Parameter
+
+
+@dataclass(slots=True)
+class LastCall:
+    """What reaches the most recent unit call from before: the place where the tail can be cut off."""
+
+    inputs: tuple[torch.Tensor, ...]  # those that require grad
+    anchor: torch.Tensor
+    sequence_mark: int  # autograd nodes made before the call have smaller numbers
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The walk of one micro-batch. `index` counts within the step and rank, `global_index` over all ranks."""
+
+    index: int
+    global_index: int
+    position: int = 0  # entries to and exits from units so far
+    visits: list[Visit] = field(default_factory=list)
+    num_calls: dict[int, int] = field(default_factory=dict)  # by unit
+    straight: bool = False  # in the tail: forward is followed straight by backward, without a rerun
+    late: bool = False  # its gradients are added after those of the others
+    last_call: LastCall | None = None
+    leaves: list[TrackedLeaf] = field(default_factory=list)  # made since the last call began; for the straight backward
+
+    def enter(self, unit: int) -> Visit:
+        """Begin a call of the unit and return which one it is."""
+        ordinal = self.num_calls.get(unit, 0)
+        self.num_calls[unit] = ordinal + 1
+        visit = Visit(unit, ordinal)
+        self.visits.append(visit)
+        self.position += 1
+        return visit
