@@ -1,0 +1,114 @@
+"""Trained weights as safetensors files that transformers and the safetensors library load, streamed tensor by tensor.
+
+One model.safetensors, or shards model-00001-of-00003.safetensors with model.safetensors.index.json. Tied names are stored
+once; the metadata maps each alias to the stored name, as safetensors.torch.save_model does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from infinity.checkpoint.directory import alive
+from infinity.checkpoint.failures import storage_errors
+from infinity.checkpoint.manifest import sync_directory
+from infinity.checkpoint.sources import HostData, host_bytes
+from infinity.checkpoint.specs import TensorSpec
+from infinity.checkpoint.stream import open_stream_writer
+from infinity.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_OWN = re.compile(r"model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?(?:\.partial-(\d+))?")
+
+# A tensor and its pieces, (first element, elements), which are asked for when its turn comes.
+Export: TypeAlias = tuple[TensorSpec, Iterable[tuple[int, HostData]]]
+
+
+def export_safetensors(
+    directory: Path,
+    tensors: Iterable[Export],
+    *,
+    aliases: Mapping[str, str],
+    metadata: Mapping[str, str],
+    max_shard_bytes: int,
+) -> tuple[Path, ...]:
+    """Write the weights into `directory` and return the files; an earlier export there is replaced.
+
+    `aliases` maps a tied name to the stored one. Every file is whole and on disk before any gets its name; the file that
+    loaders look for comes last. Memory is one piece. Raises CheckpointError for a missing element or an alias of an unknown
+    tensor, SwapSpaceError, StorageError; after an error before the renames an earlier export is untouched.
+    """
+    shards = _split(tuple(tensors), max_shard_bytes)
+    stored = {spec.name: number for number, shard in enumerate(shards) for spec, _ in shard}
+    for alias, target in aliases.items():
+        if target not in stored or alias in stored:
+            raise CheckpointError(f"{alias} is tied to {target}: exactly the second must be among the exported tensors.")
+    names = [_name(number, len(shards)) for number in range(len(shards))]
+    with storage_errors("Creating", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    temporary = {name: directory / f"{name}.partial-{os.getpid()}" for name in (*names, INDEX)}
+    try:
+        for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+            own = {alias: target for alias, target in aliases.items() if stored[target] == number}
+            _write_shard(temporary[name], shard, {**metadata, "format": "pt", **own})
+        if len(shards) > 1:
+            total_bytes = sum(spec.num_bytes for shard in shards for spec, _ in shard)
+            weight_map = {name: names[number] for name, number in stored.items()}
+            _write_index(temporary[INDEX], {"total_size": total_bytes, **metadata, **aliases}, weight_map)
+            names.append(INDEX)
+        with storage_errors("Renaming", directory):
+            for name in names:
+                os.rename(temporary[name], directory / name)
+        sync_directory(directory)
+        _remove_earlier(directory, set(names))
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+    return tuple(directory / name for name in names)
+
+
+def _name(number: int, num_shards: int) -> str:
+    return SINGLE if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+def _split(tensors: Sequence[Export], max_shard_bytes: int) -> list[list[Export]]:
+    """Fill shards in order; a tensor larger than a shard gets one of its own."""
+    shards: list[list[Export]] = [[]]
+    used = 0
+    for tensor in tensors:
+        num_bytes = tensor[0].num_bytes
+        if shards[-1] and used + num_bytes > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += num_bytes
+    return shards
+
+
+def _write_shard(path: Path, shard: Sequence[Export], metadata: Mapping[str, str]) -> None:
+    with open_stream_writer(path, [spec for spec, _ in shard], metadata) as writer:
+        for spec, pieces in shard:
+            for first_element, data in pieces:
+                writer.write(spec.name, first_element, host_bytes(spec, data))
+        writer.finish()
+
+
+def _write_index(path: Path, metadata: Mapping[str, str | int], weight_map: Mapping[str, str]) -> None:
+    with storage_errors("Writing", path), path.open("w") as file:
+        json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_earlier(directory: Path, current: set[str]) -> None:
+    """Remove files of an earlier export that loaders would prefer or mix in, and what killed ones left."""
+    with storage_errors("Cleaning", directory):
+        for path in directory.iterdir():
+            match = _OWN.fullmatch(path.name)
+            if match and path.name not in current and not (match[1] and alive(int(match[1]))):
+                path.unlink()
