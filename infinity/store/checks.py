@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.aio.filesystems import free_bytes, memory_filesystem
 from infinity.errors import StorageError
 
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _MOUNT_TABLE = Path("/proc/self/mountinfo")
 
 
@@ -44,14 +44,10 @@ def check_directory(path: Path) -> DirectoryFacts:
     if not stat.S_ISDIR(mode):
         raise _not_a_directory(resolved, mode)
     _try_writing(resolved)
-    file_system = file_system_of(resolved)
-    return DirectoryFacts(resolved, file_system, free_bytes(resolved), file_system in _MEMORY_FILE_SYSTEMS, writable=True)
-
-
-def free_bytes(path: Path) -> int:
-    """Return the bytes that this user may still write to the file system of `path`."""
-    facts = os.statvfs(path)
-    return facts.f_bavail * facts.f_frsize
+    return DirectoryFacts(
+        path=resolved, file_system=file_system_of(resolved), free_bytes=free_bytes(resolved) or 0,
+        is_memory=memory_filesystem(resolved) is not None, writable=True,
+    )  # fmt: skip
 
 
 def file_system_of(path: Path) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.aio.files import DirectFile, open_direct
+from infinity.aio.filesystems import free_bytes
 from infinity.byte_sizes import GIB, format_bytes
 from infinity.errors import StorageError, SwapSpaceError
-from infinity.store.checks import free_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -28,7 +28,7 @@ def require_space(needs: Sequence[tuple[Path, int]]) -> None:
         by_device.setdefault(path.stat().st_dev, []).append((path, needed))
     for members in by_device.values():
         path, needed = members[0][0], sum(num_bytes for _, num_bytes in members)
-        free, reserve = free_bytes(path), reserve_bytes(path)
+        free, reserve = free_bytes(path) or 0, reserve_bytes(path)
         if needed and needed > free - reserve:
             raise SwapSpaceError(
                 f"{' and '.join(str(member) for member, _ in members)}: {needed} bytes ({format_bytes(needed)}) are needed, "
@@ -56,16 +56,9 @@ def create_swap_file(path: Path, num_bytes: int) -> DirectFile:
     return file
 
 
-def with_free_space(error: StorageError, directory: Path) -> StorageError:
-    """Return the error of a failed write with the directory's free bytes in it; a SwapSpaceError if there was no room."""
-    kind = SwapSpaceError if error.errno in _FULL else StorageError
-    free = free_bytes(directory)
-    return kind(f"{error.message} {free} bytes ({format_bytes(free)}) are free.", remedy=error.remedy, errno=error.errno)
-
-
 def _not_reserved(path: Path, num_bytes: int, error: OSError) -> StorageError:
     kind = SwapSpaceError if error.errno in _FULL else StorageError
-    free = free_bytes(path.parent)
+    free = free_bytes(path.parent) or 0
     return kind(
         f"{path}: cannot reserve {num_bytes} bytes ({format_bytes(num_bytes)}): {error.strerror}; "
         f"{free} bytes ({format_bytes(free)}) are free in {path.parent}.",

@@ -15,7 +15,6 @@ from infinity.handles import Handle, Ready
 from infinity.memory.arena import Buffer
 from infinity.states import Lifecycle
 from infinity.store.extents import Extent
-from infinity.store.swap_file import with_free_space
 from infinity.telemetry.recorder import Recorder
 
 
@@ -50,15 +49,19 @@ class SwapIo:
         """Write a whole extent; `counters` are counted beside `nvme_write_bytes`."""
         for name in ("nvme_write_bytes", *counters):
             self._recorder.count(name, extent.num_bytes)
-        return _Write(self._submit(Op.WRITE, extent, source), self.files[extent.file])
+        return self._submit(Op.WRITE, extent, source)
 
     def close(self) -> None:
         """Take no more requests."""
         self._lifecycle.to(IoState.CLOSED)
 
-    def _submit(self, op: Op, extent: Extent, buffer: Buffer) -> Handle[None]:
+    def require_open(self) -> None:
+        """Raise IllegalTransition once closed."""
         if self._lifecycle.state is IoState.CLOSED:
-            raise IllegalTransition("The store is closed; it reads and writes no more.")
+            raise IllegalTransition("The store is closed.")
+
+    def _submit(self, op: Op, extent: Extent, buffer: Buffer) -> Handle[None]:
+        self.require_open()
         file = self.files[extent.file]
         if buffer.num_bytes < extent.num_bytes:
             raise StorageError(
@@ -67,25 +70,6 @@ class SwapIo:
                 remedy="Give a buffer of whole pages.",
             )
         return self._engine.submit([Request(op, file, extent.offset, buffer.address, extent.num_bytes, buffer)])[0]
-
-
-class _Write:
-    """The handle of a write; its error also says how much space is free."""
-
-    __slots__ = ("_file", "_handle")
-
-    def __init__(self, handle: Handle[None], file: DirectFile) -> None:
-        self._handle = handle
-        self._file = file
-
-    def wait(self) -> None:
-        try:
-            self._handle.wait()
-        except StorageError as error:
-            raise with_free_space(error, self._file.path.parent) from error
-
-    def done(self) -> bool:
-        return self._handle.done()
 
 
 _WRITTEN = Ready(None)
@@ -99,7 +83,14 @@ class SwappedBytes:
     """
 
     def __init__(
-        self, io: SwapIo, extent: Extent, name: str, *, written: bool, before_write: Callable[[], None], counters: Sequence[str] = ()
+        self,
+        io: SwapIo,
+        extent: Extent,
+        name: str,
+        *,
+        written: bool,
+        before_write: Callable[[], None],
+        counters: Sequence[str] = (),
     ) -> None:
         self.extent = extent
         self._io = io

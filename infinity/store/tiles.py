@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
 
 from infinity.errors import IllegalTransition, InfinityError, StorageError
 from infinity.handles import Handle, Ready
@@ -47,14 +46,6 @@ class TileLease:
     def release(self) -> None:
         """Give the slot back without writing: what is on disk stays valid. A resident tile keeps its bytes."""
         self._give_back(self)
-
-
-class TileCell(Protocol):
-    """Where one tile lives."""
-
-    def fetch(self) -> Handle[TileLease]: ...
-    def new(self) -> TileLease: ...
-    def publish(self, lease: TileLease) -> Handle[None]: ...
 
 
 class ResidentTile:
@@ -101,7 +92,7 @@ class SwappedTile:
             except InfinityError:
                 if slot is not None:
                     slot.release()
-                self._lifecycle.to(TileState.STORED)
+                self._back()
                 raise
             self._slot = slot
             return _Fetch(self, slot, read)
@@ -110,9 +101,12 @@ class SwappedTile:
         """Lease a slot full of zeros, to be filled and published."""
         with self._lock:
             self._settle()
-            if self.state not in (TileState.EMPTY, TileState.STORED):
-                self._lifecycle.to(TileState.RESIDENT)  # illegal, and says so
-            slot = self._pool.lease()
+            self._lifecycle.to(TileState.RESIDENT)
+            try:
+                slot = self._pool.lease()
+            except InfinityError:
+                self._back()
+                raise
             lease = self._leased(slot)
         _fill_with_zeros(lease.buffer)
         return lease
@@ -133,6 +127,7 @@ class SwappedTile:
     def arrived(self, slot: Lease) -> TileLease:
         """The read into `slot` has ended well (called by the fetch's handle)."""
         with self._lock:
+            self._lifecycle.to(TileState.RESIDENT)
             return self._leased(slot)
 
     def lost(self, slot: Lease) -> None:
@@ -140,7 +135,13 @@ class SwappedTile:
         with self._lock:
             self._slot = None
             slot.release()
-            self._lifecycle.to(TileState.STORED)
+            self._back()
+
+    def require_published(self) -> None:
+        """Raise IllegalTransition while the disk does not have, or is not getting, the tile's bytes."""
+        with self._lock:
+            if self.state not in (TileState.STORED, TileState.WRITING):
+                raise IllegalTransition(f"{self._lifecycle.name} is {self.state.name}; it must be published first.")
 
     def abandon(self) -> None:
         """Wait for I/O and take the slot back from whoever has it, for `Store.close`."""
@@ -151,15 +152,18 @@ class SwappedTile:
             self._slot = self._lease = None
 
     def _leased(self, slot: Lease) -> TileLease:
-        self._lifecycle.to(TileState.RESIDENT)
-        self._slot, self._lease = slot, TileLease(slot.buffer, self._released)
+        buffer = slot.buffer.part(0, self.content.extent.num_bytes)
+        self._slot, self._lease = slot, TileLease(buffer, self._released)
         return self._lease
 
     def _released(self, lease: TileLease) -> None:
         with self._lock:
             self._require_current(lease).release()
             self._slot = self._lease = None
-            self._lifecycle.to(TileState.STORED if self.content.written else TileState.EMPTY)
+            self._back()
+
+    def _back(self) -> None:
+        self._lifecycle.to(TileState.STORED if self.content.written else TileState.EMPTY)
 
     def _require_current(self, lease: TileLease) -> Lease:
         if self._slot is None or self._lease is not lease:
