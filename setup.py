@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
@@ -12,18 +14,19 @@ HERE = Path(__file__).parent
 
 def aio_modules() -> list[str]:
     """Return the cffi builders to run: none where liburing is absent, so that the package still builds."""
-    builder = HERE / "csrc" / "aio" / "build.py"
-    return [f"{builder.relative_to(HERE)}:ffibuilder"] if builder.exists() else []
+    if runpy.run_path(str(HERE / "csrc" / "aio" / "build.py"))["find_liburing"]() is None:
+        sys.stderr.write("infinity._aio is left out: liburing's header and library were not found (thread engine only).\n")
+        return []
+    return ["csrc/aio/build.py:ffibuilder"]
 
 
 def cpu_adam_modules() -> list[Pybind11Extension]:
     """Return the Adam extension, compiled for the baseline CPU; the SIMD bodies carry their own target attributes."""
-    sources = sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc" / "cpu_adam").glob("*.cpp"))
-    if not sources:
-        return []
+    directory = HERE / "csrc" / "cpu_adam"
+    sources, headers = (sorted(str(path.relative_to(HERE)) for path in directory.glob(kind)) for kind in ("*.cpp", "*.h"))
     return [
         Pybind11Extension(
-            "infinity._cpu_adam", sources, cxx_std=17,
+            "infinity._cpu_adam", sources, depends=headers, cxx_std=17,
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
             extra_link_args=["-pthread"],
         )

@@ -1,0 +1,164 @@
+"""Which engine this machine and this directory allow, found out by doing, with a sentence for whatever is not available."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.aio.engine import Engine
+from infinity.aio.failures import storage_error
+from infinity.aio.files import DirectFile, open_direct
+from infinity.aio.filesystems import memory_filesystem
+from infinity.aio.request import Op, Request, address_of
+from infinity.aio.threads import open_threads
+from infinity.aio.uring import open_uring
+from infinity.byte_sizes import MIB, PAGE_BYTES
+from infinity.errors import ConfigError, InfinityError, PlatformError, StorageError
+
+KINDS = ("auto", "uring", "threads")
+
+_PROBE_BYTES = 16 * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What works in a directory. `notes`: one sentence, with its remedy, for each thing that does not."""
+
+    engine: str
+    direct: bool
+    notes: tuple[str, ...]
+
+
+def open_engine(kind: str, *, queue_depth: int = 32, block_bytes: int = MIB) -> Engine:
+    """Open the engine of that kind: "uring", "threads", or "auto" for io_uring where it can be had and threads elsewhere.
+
+    `queue_depth` counts pieces of `block_bytes` in flight. Raises ConfigError for an unknown kind and PlatformError where
+    an engine that was asked for by name cannot be had.
+    """
+    _check_kind(kind)
+    if kind != "threads":
+        try:
+            return open_uring(queue_depth=queue_depth, block_bytes=block_bytes)
+        except PlatformError:
+            if kind == "uring":
+                raise
+    return open_threads(queue_depth=queue_depth, block_bytes=block_bytes)
+
+
+def probe(directory: Path, kind: str = "auto") -> Probe:
+    """Write and read a temporary file in `directory` and say what worked; the file is removed.
+
+    Raises StorageError where the directory cannot be used, ConfigError for an unknown kind, and PlatformError where an
+    engine that was asked for by name cannot be had.
+    """
+    _check_kind(kind)
+    notes: list[str] = []
+    with _probe_file(Path(directory)) as file:
+        name = _try_engines(file, kind, notes)
+        if file.in_memory:
+            notes.append(
+                f"{directory} is memory ({memory_filesystem(file.path)}), not a disk: what is stored there takes RAM; "
+                "give a directory on an NVMe disk."
+            )
+        elif not file.direct:
+            notes.append(
+                f"{directory} refuses O_DIRECT: reads and writes go through the page cache, which costs speed; "
+                "give a directory on a local ext4 or XFS file system."
+            )
+        return Probe(name, file.direct, tuple(notes))
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"I/O engine {kind!r} is unknown.", remedy=f"Give one of {', '.join(KINDS)}.")
+
+
+def _try_engines(file: DirectFile, kind: str, notes: list[str]) -> str:
+    """Return the first engine whose round trip works; what kept another from working goes to the notes."""
+    if kind != "threads":
+        try:
+            return _round_trip(open_uring(queue_depth=4, block_bytes=PAGE_BYTES), file)
+        except PlatformError as error:
+            if kind == "uring":
+                raise
+            notes.append(f"{error} Threads do the I/O instead.")
+        except StorageError as error:
+            # Where the disk is at fault, threads fail in the same way, and their error is raised.
+            if kind == "uring":
+                raise
+            notes.append(f"io_uring cannot be used in {file.path.parent}: {error} Threads do the I/O instead.")
+    return _round_trip(open_threads(queue_depth=4, block_bytes=PAGE_BYTES), file)
+
+
+def _round_trip(engine: Engine, file: DirectFile) -> str:
+    """Write a pattern, read it back, compare; return the engine's name. Raises StorageError."""
+    pattern = os.urandom(_PROBE_BYTES)
+    with mmap.mmap(-1, _PROBE_BYTES) as memory:
+        try:
+            address = address_of(memory)
+            memory[:] = pattern
+            engine.submit([Request(Op.WRITE, file, 0, address, _PROBE_BYTES, memory)])[0].wait()
+            memory[:] = bytes(_PROBE_BYTES)
+            engine.submit([Request(Op.READ, file, 0, address, _PROBE_BYTES, memory)])[0].wait()
+        finally:
+            engine.close()
+        returned = memory[:]
+    if returned != pattern:
+        raise StorageError(
+            f"{file.path.parent} returned other bytes than were written to it.",
+            remedy="Check the file system and the disk; give another directory.",
+            errno=errno.EIO,
+        )
+    return engine.name
+
+
+@contextmanager
+def _probe_file(directory: Path) -> Iterator[DirectFile]:
+    """Make a temporary file in the directory, and remove it again."""
+    try:
+        mode = directory.stat().st_mode
+        if not stat.S_ISDIR(mode):
+            raise StorageError(
+                f"{directory} is not a directory but {_kind_of_file(mode)}.",
+                remedy="Give a directory on the file system of an NVMe disk (a device by its mount point).",
+                errno=errno.ENOTDIR,
+            )
+        descriptor, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=directory)
+    except OSError as error:
+        if isinstance(error, InfinityError):
+            raise
+        raise _unusable(directory, error) from error
+    path = Path(name)
+    try:
+        os.close(descriptor)
+        file = open_direct(path, create=False)
+        try:
+            yield file
+        finally:
+            file.close()
+    finally:
+        path.unlink()
+
+
+def _kind_of_file(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "a file"
+    return "a device" if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) else "something else"
+
+
+def _unusable(directory: Path, error: OSError) -> StorageError:
+    """Return the error for a directory that takes no file, with the user and the mode that explain it."""
+    number = error.errno or errno.EIO
+    failure = storage_error("create a file in", directory, -number)
+    if number in (errno.EACCES, errno.EPERM):
+        owner = directory.stat() if directory.exists() else None
+        mode = f", {directory} has mode {stat.filemode(owner.st_mode)} and owner {owner.st_uid}" if owner else ""
+        return StorageError(f"{failure.message} This user is {os.geteuid()}{mode}.", remedy=failure.remedy, errno=number)
+    return failure
