@@ -1,0 +1,237 @@
+"""Vertical order: unit u serves every micro-batch of a step before unit u+1 is touched.
+
+Each micro-batch's forward runs in a greenlet that stops at every unit. Those that wait at the earliest unit go on, in
+descending order, so that autograd, which executes nodes in descending order of creation, brings their backward passes in
+ascending order. At the last unit the tail begins (see tail.py), then one joint backward serves every unit once more.
+
+    forward   unit 0: A-1 .. 0    unit 1: A-1 .. 0    ...    tail: 0, its backward, 1, its backward, ...
+    backward  unit L-2: 0 .. A-1  ...                         unit 0: 0 .. A-1
+
+The order of units is learnt by running the first micro-batch of the first step alone. Its tail comes before those of the
+others, so its gradients are booked as late ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from infinity.telemetry.recorder import Recorder
+from infinity.zero.ambient import Ambient, Modes, ambient, modes
+from infinity.zero.micro_batch import MicroBatch, Visit
+from infinity.zero.order import UnitOrder
+from infinity.zero.tail import Root, scaled, straight_backward, tail_is_separable
+from infinity.zero.walk import Walk
+from infinity.zero.weights import Weights
+
+# Runs one micro-batch through the model and returns its loss, a scalar tensor.
+ForwardLoss = Callable[[MicroBatch], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Runner:
+    """One micro-batch in its greenlet: waiting at a unit, or over with its loss."""
+
+    micro_batch: MicroBatch
+    thread: greenlet
+    waiting_at: Visit | None = None
+    loss: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step in progress."""
+
+    runners: dict[int, _Runner]
+    coefficients: Sequence[float]
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # detached
+    roots: list[Root] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # shards whose weights a graph still needs
+
+
+class VerticalSchedule:
+    """Runs steps in vertical order. Owner: the engine. After an exception all greenlets are closed and the state is restored."""
+
+    def __init__(self, walk: Walk, weights: Weights, order: UnitOrder, recorder: Recorder, device: torch.device) -> None:
+        self._walk = walk
+        self._weights = weights
+        self._order = order
+        self._recorder = recorder
+        self._device = device
+        self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self._scheduler: greenlet | None = None
+        self._base: Ambient | None = None
+        self._base_modes: Modes | None = None
+        self._running: _Runner | None = None
+
+    def run(self, forward_loss: ForwardLoss, micro_batches: Sequence[MicroBatch], coefficients: Sequence[float]) -> list[torch.Tensor]:  # fmt: skip
+        """Run forward and backward of every micro-batch; return the detached losses. Gradients are in the walk's sums."""
+        self._scheduler = getcurrent()
+        self._base, self._base_modes = ambient(self._device_types), modes(self._device)
+        step = _Step(
+            {m.index: _Runner(m, greenlet(self._body(forward_loss, m))) for m in reversed(micro_batches)}, coefficients
+        )
+        try:
+            with self._walk.ordered_by(self):
+                self._forward(step)
+            self._walk.end()
+            self._walk.sums.open()
+            self._joint_backward(step)
+            self._walk.sums.finish()
+        except BaseException:
+            self._walk.sums.discard()
+            raise
+        finally:
+            self._close(step)
+        return [step.losses[m.index] for m in micro_batches]
+
+    # Forward
+
+    def arrive(self, unit: int) -> None:
+        """Called in a micro-batch's greenlet at the entry to a unit: let those go first who are behind."""
+        runner = self._running
+        if runner is None or self._scheduler is None or self._base is None or getcurrent() is not runner.thread:
+            return
+        if modes(self._device) != self._base_modes:
+            self._recorder.count("arrivals_without_yield", 1)
+            return
+        own = ambient(self._device_types)
+        runner.waiting_at = Visit(unit, runner.micro_batch.num_calls.get(unit, 0))
+        self._base.restore()
+        self._scheduler.switch()
+        own.restore()
+        runner.waiting_at = None
+
+    def _body(self, forward_loss: ForwardLoss, micro_batch: MicroBatch) -> Callable[[], torch.Tensor]:
+        def body() -> torch.Tensor:
+            self._walk.begin(micro_batch)
+            return forward_loss(micro_batch)
+
+        return body
+
+    def _forward(self, step: _Step) -> None:
+        runners = list(step.runners.values())  # descending
+        if not self._order.known:
+            self._learn(step, runners[0])
+        for runner in runners:
+            if runner.loss is None and not runner.thread.dead:
+                self._resume(step, runner)
+        while waiting := [runner for runner in runners if not runner.thread.dead]:
+            earliest = min(self._rank(runner) for runner in waiting)
+            group = [runner for runner in waiting if self._rank(runner) == earliest]
+            if len(group) == len(waiting) and self._at_tail(group[0]):
+                self._tails(step, group)
+                return
+            for runner in group:
+                self._resume(step, runner)
+
+    def _resume(self, step: _Step, runner: _Runner) -> None:
+        """Let a micro-batch run to its next unit, or to its end."""
+        self._running = runner
+        if runner.thread:  # it has begun: the walk goes on with it
+            self._walk.micro_batch = runner.micro_batch
+        result = runner.thread.switch()
+        self._running = None
+        if runner.thread.dead and self._base is not None:
+            self._base.restore()
+            runner.loss = result
+            if not runner.micro_batch.straight:
+                self._over(step, runner)
+
+    def _over(self, step: _Step, runner: _Runner) -> None:
+        """The micro-batch ended outside the tail: the joint backward starts from its loss."""
+        index, loss = runner.micro_batch.index, runner.loss
+        if loss is None:
+            return
+        step.losses[index] = loss.detach()
+        if runner.micro_batch.late:
+            return
+        step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
+        runner.loss = loss
+
+    def _rank(self, runner: _Runner) -> float:
+        return self._order.rank(runner.micro_batch.visits, runner.waiting_at)
+
+    def _at_tail(self, runner: _Runner) -> bool:
+        return self._order.separable and runner.waiting_at == self._order.last
+
+    def _learn(self, step: _Step, runner: _Runner) -> None:
+        """Run one micro-batch alone to its end, remember its way, and take its tail backward at once where that is possible."""
+        runner.micro_batch.late = True
+        while not runner.thread.dead:
+            self._resume(step, runner)
+        micro_batch, loss = runner.micro_batch, runner.loss
+        if loss is None:
+            return
+        separable = tail_is_separable(micro_batch, loss)
+        self._order.learn(micro_batch.visits, separable=separable)
+        coefficient = step.coefficients[micro_batch.index]
+        if separable:
+            step.roots.extend(straight_backward(micro_batch, loss, coefficient, self._walk.sums))
+        else:
+            self._recorder.count("tails_not_separable", 1)
+            step.roots.append(Root(loss, scaled(loss, coefficient)))
+        micro_batch.late = False  # the rest of its backward comes in its place
+        self._expect_order()
+
+    # Tail and backward
+
+    def _tails(self, step: _Step, group: Sequence[_Runner]) -> None:
+        """Run each micro-batch from the last unit to its loss and straight back, in ascending order."""
+        shards = self._walk.groups(self._order.last.unit if self._order.last is not None else 0)
+        for shard in shards:
+            self._weights.acquire(shard)
+            step.held.append(shard)
+        for runner in reversed(group):
+            micro_batch = runner.micro_batch
+            micro_batch.straight = True
+            micro_batch.last_call = None
+            micro_batch.leaves.clear()
+            while not runner.thread.dead:
+                self._resume(step, runner)
+            loss, runner.loss = runner.loss, None
+            if loss is None:
+                continue
+            step.losses[micro_batch.index] = loss.detach()
+            coefficient = step.coefficients[micro_batch.index]
+            if tail_is_separable(micro_batch, loss):
+                step.roots.extend(straight_backward(micro_batch, loss, coefficient, self._walk.sums))
+            else:  # the loss reaches further back in this step: its graph waits for the joint backward
+                self._recorder.count("tails_not_separable", 1)
+                step.roots.append(Root(loss, scaled(loss, coefficient)))
+        if not self._recorder_says_kept(step):
+            self._release(step)
+
+    def _recorder_says_kept(self, step: _Step) -> bool:
+        return any(root.tensor.ndim == 0 and root.tensor.grad_fn is not None for root in step.roots)
+
+    def _joint_backward(self, step: _Step) -> None:
+        roots = [root for root in step.roots if root.tensor.requires_grad]
+        step.roots = []
+        for runner in step.runners.values():
+            runner.loss = None
+        if roots:
+            torch.autograd.backward([root.tensor for root in roots], [root.gradient for root in roots])
+        self._release(step)
+
+    def _release(self, step: _Step) -> None:
+        while step.held:
+            self._weights.release(step.held.pop())
+
+    def _expect_order(self) -> None:
+        self._weights.expect(self._order.vertical_sequence(self._walk.groups))
+
+    def _close(self, step: _Step) -> None:
+        """Whatever happened: no greenlet is left, no weights are held, the root group's parameters are in their places."""
+        for runner in step.runners.values():
+            if not runner.thread.dead:
+                runner.thread.throw()
+        if self._base is not None:
+            self._base.restore()
+        self._release(step)
+        self._walk.end()
+        self._running = None
+        self._scheduler = None
