@@ -53,7 +53,7 @@ check: build $(DEVELOP)
 build: $(NATIVE)
 
 wheel: $(DEVELOP)
-	$(PY) scripts/check_wheel.py dist
+	$(PY) scripts/build_wheel.py dist
 
 map:
 	$(PYTHON) scripts/update_map.py

@@ -38,7 +38,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, object]:
                 "pipeline_read": arguments.pipeline,
                 "pipeline_write": arguments.pipeline,
             },
-            "offload_param": {"device": "cpu"},
+            "offload_param": {"device": arguments.offload_params},
         },
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True},
         "steps_per_print": 1_000_000,
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--buffer-count", type=int, required=True)
     parser.add_argument("--sub-group-size", type=int, required=True)
     parser.add_argument("--pipeline", action="store_true")
+    parser.add_argument("--offload-params", choices=("none", "cpu"), default="none")
     arguments = parser.parse_args()
 
     config = configuration(arguments)
@@ -71,7 +72,7 @@ def main() -> None:
         loss = engine(rows, target)
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return loss.item()
 
     notes: dict[str, object] = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "configuration": config}
     print_report(run_steps(arguments.steps, step, num_parameters, notes))
