@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from infinity.byte_sizes import format_bytes
+from infinity.byte_sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.checkpoint.completeness import verify
 from infinity.checkpoint.directory import discard, list_steps, partial_path, publish, remove_leftovers, step_path
 from infinity.checkpoint.failures import storage_errors
@@ -27,8 +27,9 @@ _METADATA = {"format": "pt"}  # what loaders of the safetensors library expect
 
 
 def required_bytes(units: Iterable[UnitSource], buffers: UnitSource | None = None) -> int:
-    """Return the bytes that the files of a checkpoint take, without the manifest."""
-    return sum(build_header(unit.specs, _METADATA).file_bytes for unit in (*units, *_given(buffers)))
+    """Return the bytes that the files of a checkpoint take on disk, in whole pages, without the manifest."""
+    lengths = (build_header(unit.specs, _METADATA).file_bytes for unit in (*units, *_given(buffers)))
+    return sum(round_up(length, PAGE_BYTES) for length in lengths)
 
 
 def write_checkpoint(
@@ -57,7 +58,7 @@ def write_checkpoint(
     with storage_errors("Creating", directory):
         directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-    _require_space(directory, required_bytes(members, buffers) + manifest_bytes(state, swap_files))
+    _require_space(directory, required_bytes(members, buffers) + round_up(manifest_bytes(state, swap_files), PAGE_BYTES))
     final = step_path(directory, state.counters.global_step)
     partial = partial_path(final)
     try:
