@@ -82,7 +82,7 @@ class AdamKernel:
         hyper: AdamHyper,
         coefficient: float = 1.0,
     ) -> None:
-        """Make one Adam update of `num_elements` elements that share `hyper`; the gradient is multiplied by `coefficient`."""
+        """Make one Adam update of elements that share `hyper`; the gradient is multiplied by `coefficient` first."""
         scalars = hyper.scalars()
         self._native.update(
             _cpu_adam.MasterFormat.__members__[master.value],
@@ -117,7 +117,7 @@ class AdamKernel:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Return the instruction sets that this CPU can run, the fastest first. Raises PlatformError without the native module."""
+    """Return the instruction sets that this CPU can run, the fastest first. Raises PlatformError where none is built."""
     _require_native()
     return tuple(_cpu_adam.names())
 

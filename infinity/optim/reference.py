@@ -1,7 +1,8 @@
 """The arithmetic of the native Adam in plain torch operations, on any device; docs/numerics.md explains it.
 
 Every operation is rounded by itself: fused ones (lerp, addcmul, addcdiv) are contracted to FMA by some back ends. Scalars
-are fp32 tensors of the same device, because CUDA turns the division by a Python number into a multiplication.
+are fp32 tensors of the same device, because CUDA turns the division by a Python number into a multiplication. The square
+root is taken in fp64 and then rounded, because the vector library behind torch.sqrt on CPU is one ulp off now and then.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def adam_update_(
         exp_avg.copy_(scaled + change * (weight - 1))
     exp_avg_sq.mul_(_scalar(scalars.beta2, master))
     exp_avg_sq.add_(scaled * _scalar(scalars.square_weight, master) * scaled)
-    denominator = exp_avg_sq.sqrt() / _scalar(scalars.root_correction, master) + _scalar(scalars.eps, master)
+    denominator = exp_avg_sq.double().sqrt().float() / _scalar(scalars.root_correction, master) + _scalar(
+        scalars.eps, master
+    )
     master.add_(exp_avg * _scalar(scalars.step_size, master) / denominator)
 
 
