@@ -52,14 +52,14 @@ def _bindings(shard: Shard, wanted: Callable[[Place], bool]) -> tuple[Binding, .
 
 
 def make_leaves(
-    bindings: Sequence[Binding], weights: Mapping[int, Mapping[str, torch.Tensor]], ordinal: int, *, with_grad: bool
+    bindings: Sequence[Binding], weights: Mapping[int, Mapping[str, torch.Tensor]], position: int, *, with_grad: bool
 ) -> tuple[TrackedLeaf, ...]:
     """Return one fresh leaf per binding that shares the weights' memory; `weights` is by shard and parameter name."""
     return tuple(
         TrackedLeaf(
             binding.shard,
             binding.parameter,
-            ordinal,
+            position,
             nn.Parameter(weights[binding.shard][binding.parameter], requires_grad=with_grad and binding.trainable),
         )
         for binding in bindings

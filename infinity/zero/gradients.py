@@ -1,7 +1,7 @@
-"""Sums of gradients: fp32 accumulators per (parameter, visit), rounded once when a shard is final, then handed on.
+"""Sums of gradients: fp32 accumulators per (parameter, place in the walk), rounded once when a shard is final, then handed on.
 
 Each accumulator sums its micro-batches in the order in which backward brings them, which every schedule makes ascending;
-visits are added in visit order. So the result does not depend on the schedule. A shard is final when its last pending call
+the places are added in the order of the walk. So the result does not depend on the schedule. A shard is final when its last pending call
 has run backward. A first contribution is kept as it is, so that one micro-batch costs no fp32 copy.
 """
 
@@ -45,7 +45,7 @@ class _Sum:
 @dataclass(slots=True)
 class _ShardSums:
     num_pending_calls: int = 0
-    sums: dict[tuple[str, int], _Sum] = field(default_factory=dict)  # by (parameter, visit ordinal)
+    sums: dict[tuple[str, int], _Sum] = field(default_factory=dict)  # by (parameter, position in the walk)
     late: list[tuple[str, int, torch.Tensor]] = field(default_factory=list)
     final: bool = False
 
@@ -67,17 +67,17 @@ class GradientSums:
         for shard in shards:
             self._states[shard].num_pending_calls += 1
 
-    def add(self, shard: int, parameter: str, ordinal: int, gradient: torch.Tensor, *, late: bool = False) -> None:
-        """Add one micro-batch's gradient of one visit. `late` ones are added after all others, in the order given."""
+    def add(self, shard: int, parameter: str, position: int, gradient: torch.Tensor, *, late: bool = False) -> None:
+        """Add one micro-batch's gradient from one place in its walk. `late` ones are added after all others, in the order given."""
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         state = self._states[shard]
         if late:
-            state.late.append((parameter, ordinal, gradient))
+            state.late.append((parameter, position, gradient))
             return
-        present = state.sums.get((parameter, ordinal))
+        present = state.sums.get((parameter, position))
         if present is None:
-            state.sums[parameter, ordinal] = _Sum(gradient)
+            state.sums[parameter, position] = _Sum(gradient)
         else:
             present.add(gradient)
 
@@ -86,7 +86,7 @@ class GradientSums:
         for shard in shards:
             state = self._states[shard]
             state.num_pending_calls -= 1
-            if self._complete_shards_are_final and state.num_pending_calls == 0:
+            if self._complete_shards_are_final and state.num_pending_calls == 0 and self._shards[shard].group.units:
                 self._finalise(shard)
 
     def open(self) -> None:
@@ -118,12 +118,12 @@ class GradientSums:
         if state.final:
             return
         state.final = True
-        for parameter, ordinal, gradient in state.late:
-            self.add(shard, parameter, ordinal, gradient)
+        for parameter, position, gradient in state.late:
+            self.add(shard, parameter, position, gradient)
         layout = self._shards[shard].layout
         if layout.num_state_elements == 0:
             return
-        totals = _over_visits(state.sums)
+        totals = _over_positions(state.sums)
         flat = self._target.flat(shard)
         flat.zero_()
         for section in layout.sections:
@@ -140,7 +140,7 @@ class GradientSums:
         self._target.publish(shard, frozenset(totals))
 
 
-def _over_visits(sums: Mapping[tuple[str, int], _Sum]) -> dict[str, torch.Tensor]:
+def _over_positions(sums: Mapping[tuple[str, int], _Sum]) -> dict[str, torch.Tensor]:
     totals: dict[str, torch.Tensor] = {}
     for (parameter, _), visit in sorted(sums.items(), key=lambda item: item[0]):
         before = totals.get(parameter)

@@ -21,7 +21,7 @@ class TrackedLeaf:
 
     shard: int
     parameter: str
-    ordinal: int  # the visit that its gradient is booked to
+    position: int  # the place in the walk that its gradient is booked to
     tensor: torch.nn.Parameter
 
 
@@ -48,11 +48,13 @@ class MicroBatch:
     last_call: LastCall | None = None
     leaves: list[TrackedLeaf] = field(default_factory=list)  # made since the last call began; for the straight backward
 
-    def enter(self, unit: int) -> Visit:
-        """Begin a call of the unit and return which one it is."""
-        ordinal = self.num_calls.get(unit, 0)
-        self.num_calls[unit] = ordinal + 1
-        visit = Visit(unit, ordinal)
+    def next_visit(self, unit: int) -> Visit:
+        """Return which visit a call of the unit would be."""
+        return Visit(unit, self.num_calls.get(unit, 0))
+
+    def enter(self, unit: int) -> None:
+        """Begin a call of the unit."""
+        visit = self.next_visit(unit)
+        self.num_calls[unit] = visit.ordinal + 1
         self.visits.append(visit)
         self.position += 1
-        return visit

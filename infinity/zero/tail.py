@@ -50,7 +50,7 @@ def straight_backward(micro_batch: MicroBatch, loss: torch.Tensor, coefficient: 
     gradients = torch.autograd.grad(loss, ends, scaled(loss, coefficient), allow_unused=True)
     for leaf, gradient in zip(leaves, gradients[len(last.inputs) + 1 :], strict=True):
         if gradient is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.ordinal, gradient, late=micro_batch.late)
+            sums.add(leaf.shard, leaf.parameter, leaf.position, gradient, late=micro_batch.late)
     micro_batch.leaves.clear()
     micro_batch.last_call = None
     return [Root(tensor, gradient) for tensor, gradient in zip(last.inputs, gradients, strict=False) if gradient is not None]

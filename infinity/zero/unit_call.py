@@ -22,7 +22,7 @@ from infinity.zero.binding import Binding, installed, make_leaves
 from infinity.zero.buffers import BufferValue, buffer_values, changed, put_back
 from infinity.zero.gradients import GradientSums
 from infinity.zero.guards import require_closed_graph, require_dropped_graph, require_unchanged, sequence_mark
-from infinity.zero.micro_batch import MicroBatch, TrackedLeaf, Visit
+from infinity.zero.micro_batch import MicroBatch, TrackedLeaf
 from infinity.zero.randomness import Randomness
 from infinity.zero.units import Unit
 
@@ -101,7 +101,6 @@ class RerunCall:
 
     runtime: UnitRuntime
     micro_batch: MicroBatch
-    visit: Visit
     position: int
     arguments: Arguments
     autocasts: tuple[Autocast, ...]
@@ -129,11 +128,12 @@ class RerunCall:
         return found, rebuild
 
 
-def rerun_call(runtime: UnitRuntime, micro_batch: MicroBatch, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any],
-               anchor: torch.Tensor) -> Any:  # fmt: skip
+def rerun_call(
+    runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: torch.Tensor
+) -> Any:
     """Call a unit as one autograd node. `anchor` requires grad, so that a unit without differentiable inputs has a backward."""
     arguments, tensors = take_apart(args, kwargs)
-    call = RerunCall(runtime, micro_batch, visit, micro_batch.position, arguments, autocasts(runtime.device_types))
+    call = RerunCall(runtime, micro_batch, micro_batch.position, arguments, autocasts(runtime.device_types))
     outputs = _UnitNode.apply(anchor, call, *tensors)  # type: ignore[no-untyped-call]
     runtime.sums.expect(runtime.unit.groups)
     rebuild, call.rebuild = call.rebuild, lambda _: None
@@ -165,7 +165,7 @@ def _first_run(call: RerunCall, tensors: Sequence[torch.Tensor]) -> tuple[list[t
     with torch.enable_grad(), runtime.gathered() as weights:
         mark = sequence_mark(torch.zeros((), requires_grad=True))
         inputs = _as_leaves(tensors)
-        leaves = make_leaves(runtime.bindings, weights, call.visit.ordinal, with_grad=True)
+        leaves = make_leaves(runtime.bindings, weights, call.position, with_grad=True)
         with installed(runtime.bindings, leaves), _naming_input_changes(unit):
             found, call.rebuild = call.run(inputs)
         require_unchanged(unit, tensors, versions)
@@ -187,7 +187,7 @@ def _rerun_and_backward(
     runtime = call.runtime
     with torch.enable_grad(), runtime.gathered() as weights, put_back(call.earlier_buffers):
         inputs = _as_leaves(tensors)
-        leaves = make_leaves(runtime.bindings, weights, call.visit.ordinal, with_grad=True)
+        leaves = make_leaves(runtime.bindings, weights, call.position, with_grad=True)
         with installed(runtime.bindings, leaves):
             outputs, _ = call.run(inputs)
         _require_same_outputs(call, outputs)
@@ -203,7 +203,7 @@ def _rerun_and_backward(
     return tuple(tensor.grad for tensor in inputs)
 
 
-def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run.
 
     The call is complete when the gradient of any of its inputs is: autograd executes nodes in descending order of creation,
@@ -212,7 +212,7 @@ def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, visit: Visit, a
     _, tensors = take_apart(args, kwargs)
     versions = [tensor._version for tensor in tensors]
     with runtime.gathered() as weights:
-        leaves = make_leaves(runtime.bindings, weights, visit.ordinal, with_grad=True)
+        leaves = make_leaves(runtime.bindings, weights, micro_batch.position, with_grad=True)
         track(leaves, runtime.sums, micro_batch)
         runtime.randomness.at(micro_batch.global_index, micro_batch.position)
         with installed(runtime.bindings, leaves), _autocast(autocasts(runtime.device_types)), _naming_input_changes(runtime.unit):
@@ -243,11 +243,11 @@ def track(leaves: Sequence[TrackedLeaf], sums: GradientSums, micro_batch: MicroB
 
 
 def _collector(leaf: TrackedLeaf, sums: GradientSums, micro_batch: MicroBatch) -> Callable[[torch.Tensor], None]:
-    shard, parameter, ordinal = leaf.shard, leaf.parameter, leaf.ordinal  # not the leaf: the hook belongs to its tensor
+    shard, parameter, position = leaf.shard, leaf.parameter, leaf.position  # not the leaf: the hook belongs to its tensor
 
     def collect(tensor: torch.Tensor) -> None:
         if tensor.grad is not None:
-            sums.add(shard, parameter, ordinal, tensor.grad, late=micro_batch.late)
+            sums.add(shard, parameter, position, tensor.grad, late=micro_batch.late)
             tensor.grad = None
 
     return collect
@@ -257,7 +257,7 @@ def take_gradients(sums: GradientSums, leaves: Sequence[TrackedLeaf], *, late: b
     """Move the gradients of leaves whose backward has ended into the sums."""
     for leaf in leaves:
         if leaf.tensor.grad is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.ordinal, leaf.tensor.grad, late=late)
+            sums.add(leaf.shard, leaf.parameter, leaf.position, leaf.tensor.grad, late=late)
             leaf.tensor.grad = None
 
 

@@ -49,7 +49,8 @@ class _Step:
     coefficients: Sequence[float]
     losses: dict[int, torch.Tensor] = field(default_factory=dict)  # detached
     roots: list[Root] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)  # shards whose weights a graph still needs
+    held: list[int] = field(default_factory=list)  # shards whose weights the tail uses
+    graph_waits: bool = False  # whether a tail's graph lives until the joint backward
 
 
 class VerticalSchedule:
@@ -99,7 +100,7 @@ class VerticalSchedule:
             self._recorder.count("arrivals_without_yield", 1)
             return
         own = ambient(self._device_types)
-        runner.waiting_at = Visit(unit, runner.micro_batch.num_calls.get(unit, 0))
+        runner.waiting_at = runner.micro_batch.next_visit(unit)
         self._base.restore()
         self._scheduler.switch()
         own.restore()
@@ -147,10 +148,8 @@ class VerticalSchedule:
         if loss is None:
             return
         step.losses[index] = loss.detach()
-        if runner.micro_batch.late:
-            return
-        step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
-        runner.loss = loss
+        if not runner.micro_batch.late:
+            step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
 
     def _rank(self, runner: _Runner) -> float:
         return self._order.rank(runner.micro_batch.visits, runner.waiting_at)
@@ -199,14 +198,13 @@ class VerticalSchedule:
             coefficient = step.coefficients[micro_batch.index]
             if tail_is_separable(micro_batch, loss):
                 step.roots.extend(straight_backward(micro_batch, loss, coefficient, self._walk.sums))
-            else:  # the loss reaches further back in this step: its graph waits for the joint backward
+            else:  # the loss reaches further back in this step: its graph, and the weights in it, wait for the joint backward
                 self._recorder.count("tails_not_separable", 1)
+                self._walk.sums.expect(sorted({leaf.shard for leaf in micro_batch.leaves}))
                 step.roots.append(Root(loss, scaled(loss, coefficient)))
-        if not self._recorder_says_kept(step):
+                step.graph_waits = True
+        if not step.graph_waits:
             self._release(step)
-
-    def _recorder_says_kept(self, step: _Step) -> bool:
-        return any(root.tensor.ndim == 0 and root.tensor.grad_fn is not None for root in step.roots)
 
     def _joint_backward(self, step: _Step) -> None:
         roots = [root for root in step.roots if root.tensor.requires_grad]

@@ -97,9 +97,9 @@ class Walk:
                 return plain_call(runtime, None, args, kwargs)
         self._arrivals.arrive(index)
         micro_batch = self.micro_batch
-        visit = micro_batch.enter(index)
+        micro_batch.enter(index)
         try:
-            return self._routed(index)(runtime, micro_batch, visit, args, kwargs)
+            return self._routed(index)(runtime, micro_batch, args, kwargs)
         finally:
             micro_batch.position += 1
             self._begin_segment(micro_batch)
@@ -109,23 +109,23 @@ class Walk:
             return self._without_gradient
         return self._rerun_or_plain if self._rerun[index] else self._straight
 
-    def _without_gradient(self, runtime: UnitRuntime, micro_batch: MicroBatch, visit: Any, args: Any, kwargs: Any) -> Any:
+    def _without_gradient(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
         return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
 
-    def _straight(self, runtime: UnitRuntime, micro_batch: MicroBatch, visit: Any, args: Any, kwargs: Any) -> Any:
+    def _straight(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
         self._note_last_call(micro_batch, args, kwargs)
-        return straight_call(runtime, micro_batch, visit, args, kwargs)
+        return straight_call(runtime, micro_batch, args, kwargs)
 
-    def _rerun_or_plain(self, runtime: UnitRuntime, micro_batch: MicroBatch, visit: Any, args: Any, kwargs: Any) -> Any:
+    def _rerun_or_plain(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
         if micro_batch.straight:
-            return self._straight(runtime, micro_batch, visit, args, kwargs)
+            return self._straight(runtime, micro_batch, args, kwargs)
         _, tensors = take_apart(args, kwargs)
         trainable = any(binding.trainable for binding in runtime.bindings)
         if not trainable and not any(tensor.requires_grad for tensor in tensors):
-            return self._without_gradient(runtime, micro_batch, visit, args, kwargs)  # no backward visit
+            return self._without_gradient(runtime, micro_batch, args, kwargs)  # no backward visit
         anchor = torch.zeros((), requires_grad=trainable)
         self._note_last_call(micro_batch, args, kwargs, anchor)
-        return rerun_call(runtime, micro_batch, visit, args, kwargs, anchor)
+        return rerun_call(runtime, micro_batch, args, kwargs, anchor)
 
     def _note_last_call(self, micro_batch: MicroBatch, args: Any, kwargs: Any, anchor: torch.Tensor | None = None) -> None:
         if micro_batch.straight and micro_batch.last_call is not None:

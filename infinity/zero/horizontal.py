@@ -1,0 +1,49 @@
+"""Horizontal order: the whole model forward and backward for one micro-batch, then for the next, as users know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from infinity.zero.micro_batch import MicroBatch
+from infinity.zero.order import UnitOrder
+from infinity.zero.tail import scaled
+from infinity.zero.vertical import ForwardLoss
+from infinity.zero.walk import Walk
+
+
+class Expecting(Protocol):
+    """Wants to know in which order shards will be asked for."""
+
+    def expect(self, order: Sequence[int]) -> None: ...
+
+
+def run_horizontally(
+    walk: Walk, weights: Expecting, order: UnitOrder, forward_loss: ForwardLoss, micro_batches: Sequence[MicroBatch],
+    coefficients: Sequence[float],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Run forward and backward of each micro-batch in turn; return the detached losses. Gradients are in the walk's sums."""
+    losses = []
+    try:
+        for micro_batch in micro_batches:
+            walk.begin(micro_batch)
+            try:
+                loss = forward_loss(micro_batch)
+            finally:
+                walk.end()
+            losses.append(loss.detach())
+            if not order.known:
+                order.learn(micro_batch.visits, separable=False)
+                weights.expect(order.horizontal_sequence(walk.groups, len(micro_batches)))
+            if micro_batch is micro_batches[-1]:
+                walk.sums.open()
+            if loss.requires_grad:
+                torch.autograd.backward(loss, scaled(loss, coefficients[micro_batch.index]))
+            del loss
+        walk.sums.finish()
+    except BaseException:
+        walk.sums.discard()
+        raise
+    return losses
