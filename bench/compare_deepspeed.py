@@ -1,8 +1,8 @@
 """Train one job with DeepSpeed and with infinity, optimizer on NVMe, in alternating rounds; compare step time and memory.
 
-The job is workers/mlp_job.py: 402.8 M parameters, 4 rows, bf16, AdamW, clip 1.0. Every run is a process of its own, so that its
-peak resident set is its own. DeepSpeed lives in a virtual environment that this script makes; where it cannot, it says why in
-a sentence and measures nothing.
+The job is workers/mlp_job.py: 402.8 M parameters, 4 rows, bf16, AdamW, clip 1.0. Every run is a process of its own, so that
+its peak resident set is its own. DeepSpeed lives in a virtual environment that this script makes; where it cannot, a
+sentence says why and nothing is measured.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import argparse
 import json
 import mmap
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,14 @@ class DiskRates:
     def seconds(self, read_bytes: float, write_bytes: float) -> float:
         """Return the time that these volumes take one after the other."""
         return read_bytes / self.read_bytes_per_second + write_bytes / self.write_bytes_per_second
+
+    def mean_with(self, other: DiskRates) -> DiskRates:
+        """Return the rates between this measurement and a later one: a shared disk drifts during a long run."""
+        return replace(
+            self,
+            read_bytes_per_second=(self.read_bytes_per_second + other.read_bytes_per_second) / 2,
+            write_bytes_per_second=(self.write_bytes_per_second + other.write_bytes_per_second) / 2,
+        )
 
 
 def measure_rates(directory: Path, file_bytes: int = 4 << 30, engine_kind: str = "auto") -> DiskRates:
