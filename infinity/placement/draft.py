@@ -1,0 +1,85 @@
+"""A unit on the way to its plan: what is decided, what is left to the planner, and the byte counts that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infinity.byte_sizes import PAGE_BYTES, round_up
+from infinity.placement.placement import AUTO, Shares, TierChoice, UnitPlacement
+from infinity.placement.request import PlanRequest
+from infinity.placement.sizes import UnitSize
+from infinity.states import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tiers of one unit; None is undecided and counts as NVMe."""
+
+    unit: UnitSize
+    params: Tier | None
+    grads: Tier | None
+    gpu_tiles: tuple[int, ...]
+    cpu_tiles: tuple[int, ...]
+    has_free_tiles: bool  # the tiles outside both are undecided, not asked to be on NVMe
+    gpu_state_bytes: int
+    cpu_state_bytes: int
+    waiting_bytes: int  # its gradient, or its fp32 sums
+
+    @property
+    def has_nvme_tiles(self) -> bool:
+        return len(self.gpu_tiles) + len(self.cpu_tiles) < self.unit.num_tiles
+
+    def with_tiles(self, gpu_tiles: tuple[int, ...], cpu_tiles: tuple[int, ...]) -> Draft:
+        """Return the draft with these tiles resident."""
+        sizes = self.unit.tile_bytes
+        return replace(
+            self,
+            gpu_tiles=tuple(sorted(gpu_tiles)),
+            cpu_tiles=tuple(sorted(cpu_tiles)),
+            gpu_state_bytes=sum(sizes[tile] for tile in gpu_tiles),
+            cpu_state_bytes=sum(sizes[tile] for tile in cpu_tiles),
+        )
+
+
+def draft_unit(unit: UnitSize, asked: UnitPlacement, request: PlanRequest) -> Draft:
+    """Return what the placement decides; "gpu" means CPU memory on a machine without a GPU."""
+    compute = request.compute_tier
+    draft = Draft(
+        unit=unit,
+        params=compute if unit.is_root else _tier(asked.params, compute),
+        grads=_tier(asked.grads, compute),
+        gpu_tiles=(),
+        cpu_tiles=(),
+        has_free_tiles=asked.optim == AUTO,
+        gpu_state_bytes=0,
+        cpu_state_bytes=0,
+        waiting_bytes=round_up(unit.num_state_elements * request.waiting_element_bytes(unit), PAGE_BYTES),
+    )
+    if not draft.waiting_bytes:  # nothing to train, nothing waits
+        draft = replace(draft, grads=compute)
+    return draft if asked.optim == AUTO else _with_shares(draft, asked.optim, compute)
+
+
+def spread_order(num_tiles: int) -> tuple[int, ...]:
+    """Return the tiles in an order of which every beginning is spread evenly over the unit (bit reversal).
+
+    So the reads of a partly resident unit alternate with tiles that need none.
+    """
+    num_bits = max(1, (num_tiles - 1).bit_length())
+    return tuple(sorted(range(num_tiles), key=lambda tile: int(f"{tile:0{num_bits}b}"[::-1], 2)))
+
+
+def _tier(asked: TierChoice, compute: Tier) -> Tier | None:
+    if not isinstance(asked, Tier):
+        return None
+    return compute if asked is Tier.GPU else asked
+
+
+def _with_shares(draft: Draft, shares: Shares, compute: Tier) -> Draft:
+    num_tiles, order = draft.unit.num_tiles, spread_order(draft.unit.num_tiles)
+    asked = dict(shares)
+    num_gpu = round(asked.get(Tier.GPU, 0.0) * num_tiles)
+    num_resident = round((asked.get(Tier.GPU, 0.0) + asked.get(Tier.CPU, 0.0)) * num_tiles)
+    if compute is Tier.CPU:
+        return draft.with_tiles((), order[:num_resident])
+    return draft.with_tiles(order[:num_gpu], order[num_gpu:num_resident])

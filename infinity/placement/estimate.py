@@ -1,0 +1,184 @@
+"""The estimate: memory by tier and owner, NVMe bytes by state, for units whose tiers are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.byte_sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.placement.draft import Draft
+from infinity.placement.plan import DiskLine, MemoryLine, Owner, TrafficLine
+from infinity.placement.request import FP32_BYTES, PlanRequest, Schedule
+from infinity.placement.sizes import UnitSize
+from infinity.states import Tier
+
+
+def memory_lines(request: PlanRequest, drafts: Sequence[Draft], *, num_tile_slots: int) -> tuple[MemoryLine, ...]:
+    """Return the peak of every owner that holds anything; peaks of owners may coincide, so a tier's peak is their sum."""
+    compute = request.compute_tier
+    lines = [*_weight_lines(request, drafts), *_gradient_lines(request, drafts, num_tile_slots)]
+    for tier, num_bytes in (
+        (Tier.GPU, sum(d.gpu_state_bytes for d in drafts)),
+        (Tier.CPU, sum(d.cpu_state_bytes for d in drafts)),
+    ):
+        lines.append(MemoryLine(tier, Owner.OPTIMIZER, num_bytes, "resident tiles of master weights and moments"))
+    if any(draft.has_nvme_tiles for draft in drafts):
+        slot_bytes = tile_slot_bytes(request)
+        counts = f"{num_tile_slots} buffers of {format_bytes(slot_bytes)} that tiles stream through"
+        lines.append(MemoryLine(Tier.CPU, Owner.TILE_SLOTS, num_tile_slots * slot_bytes, counts))
+    lines.append(_activation_line(request, drafts))
+    lines.append(MemoryLine(compute, Owner.ROOT, request.root_bytes, "buffers and values of no unit"))
+    return tuple(line for line in lines if line.num_bytes)
+
+
+def tier_bytes(lines: Sequence[MemoryLine], tier: Tier) -> int:
+    """Return the sum of a tier's lines."""
+    return sum(line.num_bytes for line in lines if line.tier is tier)
+
+
+def weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
+    """Return number and bytes of the buffers on the compute tier for units whose weights live elsewhere."""
+    sizes = [draft.unit.gathered_weight_bytes for draft in drafts if draft.params is not request.compute_tier]
+    return min(len(sizes), request.num_weight_slots), max(sizes, default=0)
+
+
+def host_weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
+    """Return number and bytes of the staging buffers in RAM for weights on their way between NVMe, Adam and a GPU."""
+    if request.compute_tier is Tier.CPU:
+        return 0, 0
+    sizes = [
+        draft.unit.weight_bytes
+        for draft in drafts
+        if draft.params in (None, Tier.NVME) or (draft.params is Tier.GPU and draft.gpu_state_bytes < draft.unit.state_bytes)
+    ]
+    return min(len(sizes), request.num_weight_slots), max(sizes, default=0)
+
+
+def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
+    """Return the bytes of the one buffer through which gradients on NVMe are written; 0 where none is there."""
+    return max((draft.waiting_bytes for draft in drafts if draft.grads in (None, Tier.NVME)), default=0)
+
+
+def tile_gradient_bytes(request: PlanRequest) -> int:
+    """Return the bytes of one tile's gradient as read from NVMe: its pages, which its neighbours may share."""
+    return round_up(request.tile_elements * request.grad_element_bytes, PAGE_BYTES) + PAGE_BYTES
+
+
+def tile_slot_bytes(request: PlanRequest) -> int:
+    """Return the bytes of the largest tile."""
+    return max((max(unit.tile_bytes, default=0) for unit in request.units), default=0)
+
+
+def traffic_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[TrafficLine, ...]:
+    """Return the NVMe bytes of one step: V_r and V_w, by state."""
+    state = sum(_nvme_state_bytes(draft) for draft in drafts)
+    spilled = [draft for draft in drafts if draft.grads in (None, Tier.NVME)]
+    finished = sum(round_up(d.unit.num_state_elements * request.grad_element_bytes, PAGE_BYTES) for d in spilled)
+    sums = sum(d.waiting_bytes for d in spilled) * (request.num_micro_batches - 1) if request.keeps_sums else 0
+    lines = (
+        TrafficLine("optimizer state", state, state, state),
+        _weight_traffic(request, drafts),
+        TrafficLine("gradients", finished + sums, finished + sums, finished + sums),
+    )
+    return tuple(line for line in lines if line.formula_read_bytes or line.write_bytes)
+
+
+def disk_lines(drafts: Sequence[Draft]) -> tuple[DiskLine, ...]:
+    """Return the bytes that each state takes on NVMe."""
+    lines = (
+        DiskLine("optimizer state", sum(_nvme_state_bytes(draft) for draft in drafts)),
+        DiskLine("weights", _nvme_weight_bytes(drafts)),
+        DiskLine("gradients", sum(d.waiting_bytes for d in drafts if d.grads in (None, Tier.NVME))),
+    )
+    return tuple(line for line in lines if line.num_bytes)
+
+
+def _weight_lines(request: PlanRequest, drafts: Sequence[Draft]) -> list[MemoryLine]:
+    lines = [
+        MemoryLine(tier, Owner.WEIGHTS, sum(d.unit.weight_bytes for d in drafts if d.params is tier), counts)
+        for tier, counts in (
+            (Tier.GPU, "compute weights that stay on the GPU"),
+            (Tier.CPU, "compute weights that stay in RAM"),
+        )
+    ]
+    for tier, (number, slot_bytes) in (
+        (request.compute_tier, weight_slots(request, drafts)),
+        (Tier.CPU, host_weight_slots(request, drafts)),
+    ):
+        counts = f"{number} buffers of {format_bytes(slot_bytes)} for the units in use"
+        lines.append(MemoryLine(tier, Owner.WEIGHT_SLOTS, number * slot_bytes, counts))
+    return lines
+
+
+def _gradient_lines(request: PlanRequest, drafts: Sequence[Draft], num_tile_slots: int) -> list[MemoryLine]:
+    what = "fp32 sums between micro-batches" if request.keeps_sums else "finished gradients"
+    lines = [
+        MemoryLine(
+            tier,
+            Owner.GRADIENTS,
+            sum(d.waiting_bytes for d in drafts if d.grads is tier),
+            f"{what} that wait for the update",
+        )
+        for tier in (Tier.GPU, Tier.CPU)
+    ]
+    if slot_bytes := gradient_slot_bytes(drafts):
+        pages = num_tile_slots * tile_gradient_bytes(request)
+        counts = f"one unit's gradient on its way to NVMe, and {num_tile_slots} tiles' gradients on their way back"
+        lines.append(MemoryLine(Tier.CPU, Owner.GRADIENT_SLOTS, slot_bytes + pages, counts))
+    lines.append(_accumulator_line(request))
+    return lines
+
+
+def _accumulator_line(request: PlanRequest) -> MemoryLine:
+    """Sums of a unit live until its last call is through: one unit's at a time, and all of those called more than once."""
+    # An unfinished unit may be the one that a neighbour's accumulators coexist with, so the two kinds add up.
+    passing = max((_sum_bytes(request, unit) for unit in request.units if not _is_long(unit)), default=0)
+    lasting = sum(_sum_bytes(request, unit) for unit in request.units if _is_long(unit))
+    is_fp32 = not request.keeps_sums and request.num_micro_batches > 1
+    counts = "fp32 sums over micro-batches" if is_fp32 else "gradients as backward makes them"
+    if any(unit.visits > 1 for unit in request.units) and not request.keeps_sums:
+        counts += ", one for each call of a unit"
+    counts += " of the largest unit" + (", and of those called more than once" if lasting else "")
+    return MemoryLine(request.compute_tier, Owner.ACCUMULATORS, passing + lasting, counts)
+
+
+def _is_long(unit: UnitSize) -> bool:
+    return unit.visits > 1 or unit.is_root
+
+
+def _sum_bytes(request: PlanRequest, unit: UnitSize) -> int:
+    is_fp32 = not request.keeps_sums and (request.num_micro_batches > 1 or unit.visits > 1)
+    element_bytes = FP32_BYTES * unit.visits if is_fp32 else request.grad_element_bytes
+    return round_up(unit.num_gradient_elements * element_bytes, PAGE_BYTES)
+
+
+def _activation_line(request: PlanRequest, drafts: Sequence[Draft]) -> MemoryLine:
+    num_alive = request.num_micro_batches if request.schedule is Schedule.VERTICAL else 1
+    kept = 0
+    if not request.recompute:
+        kept = num_alive * sum(d.unit.kept_bytes for d in drafts if d.params is request.compute_tier)
+    counts = "inputs of units and one unit's working set"
+    if kept:
+        counts += f", and {format_bytes(kept)} that autograd keeps of units that are not rerun"
+    return MemoryLine(request.compute_tier, Owner.ACTIVATIONS, request.activation_bytes + kept, counts)
+
+
+def _weight_traffic(request: PlanRequest, drafts: Sequence[Draft]) -> TrafficLine:
+    absent = [draft.unit for draft in drafts if draft.params in (None, Tier.NVME)]
+    num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
+    formula = sum(2 * num_passes * unit.visits * unit.weight_bytes for unit in absent)
+    # Where the order turns, the units in the slots are needed again first: the last ones when forward turns into backward,
+    # the first ones when backward turns into the next micro-batch's forward.
+    num_slots, _ = weight_slots(request, drafts)
+    slotted = [draft for draft in drafts if draft.params is not request.compute_tier]
+    last, first = slotted[len(slotted) - num_slots :], slotted[:num_slots]
+    hits = num_passes * _nvme_weight_bytes(last) + (num_passes - 1) * _nvme_weight_bytes(first)
+    written = sum(unit.weight_bytes for unit in absent if unit.num_state_elements)
+    return TrafficLine("weights", formula - hits, written, formula)
+
+
+def _nvme_weight_bytes(drafts: Sequence[Draft]) -> int:
+    return sum(draft.unit.weight_bytes for draft in drafts if draft.params in (None, Tier.NVME))
+
+
+def _nvme_state_bytes(draft: Draft) -> int:
+    return draft.unit.state_bytes - draft.gpu_state_bytes - draft.cpu_state_bytes

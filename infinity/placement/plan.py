@@ -1,0 +1,183 @@
+"""The plan: frozen values that say where every byte lives and how many cross to NVMe; the allocators execute it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from infinity.byte_sizes import format_bytes
+from infinity.states import Tier
+
+
+class Owner(str, Enum):
+    """Who holds memory; the ledger's owners have these names."""
+
+    WEIGHTS = "weights"
+    WEIGHT_SLOTS = "weight slots"
+    GRADIENTS = "gradients"
+    GRADIENT_SLOTS = "gradient slots"
+    ACCUMULATORS = "gradient accumulators"
+    OPTIMIZER = "optimizer state"
+    TILE_SLOTS = "tile slots"
+    ACTIVATIONS = "activations"
+    ROOT = "root"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """The peak of one owner in one tier; `counts` says what is counted."""
+
+    tier: Tier
+    owner: Owner
+    num_bytes: int
+    counts: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficLine:
+    """NVMe bytes of one model state in one step. `formula_read_bytes` counts every load of a weight as a read;
+    `read_bytes` leaves out the loads whose weights are still in a slot."""
+
+    what: str
+    read_bytes: int
+    write_bytes: int
+    formula_read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLine:
+    """Bytes that one model state takes on NVMe."""
+
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Where one unit's states live."""
+
+    name: str
+    params: Tier
+    grads: Tier  # where its gradient, or its fp32 sums in horizontal order, waits for the update
+    num_tiles: int
+    gpu_tiles: tuple[int, ...]  # tiles of optimizer state that stay on the GPU, ascending
+    cpu_tiles: tuple[int, ...]  # that stay in RAM, ascending
+    reruns: bool  # forward is rerun in backward
+
+    @property
+    def resident_tiles(self) -> frozenset[int]:
+        return frozenset(self.gpu_tiles) | frozenset(self.cpu_tiles)
+
+    @property
+    def num_nvme_tiles(self) -> int:
+        return self.num_tiles - len(self.gpu_tiles) - len(self.cpu_tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is decided before the first allocation."""
+
+    units: tuple[UnitPlan, ...]  # in forward order
+    compute_tier: Tier
+    stage: int
+    num_weight_slots: int  # buffers for gathered units on the compute tier; 0 where all weights are resident there
+    weight_slot_bytes: int
+    num_host_weight_slots: int  # staging in RAM, where there is a GPU
+    host_weight_slot_bytes: int
+    num_tile_slots: int  # 0 where no tile is on NVMe
+    tile_slot_bytes: int
+    num_gradient_slots: int  # 1 where a gradient is on NVMe
+    gradient_slot_bytes: int
+    tile_gradient_bytes: int  # for each tile in flight, where a gradient is on NVMe
+    memory: tuple[MemoryLine, ...]
+    traffic: tuple[TrafficLine, ...]
+    disk: tuple[DiskLine, ...]
+    budgets: tuple[tuple[Tier, int], ...]
+
+    def memory_bytes(self, tier: Tier) -> int:
+        """Return the predicted peak of a tier."""
+        return sum(line.num_bytes for line in self.memory if line.tier is tier)
+
+    def owner_bytes(self, owner: Owner) -> int:
+        """Return the predicted peak of an owner over all tiers."""
+        return sum(line.num_bytes for line in self.memory if line.owner is owner)
+
+    @property
+    def nvme_read_bytes(self) -> int:
+        """Bytes read in one step, as they are expected to be measured."""
+        return sum(line.read_bytes for line in self.traffic)
+
+    @property
+    def nvme_formula_read_bytes(self) -> int:
+        """Bytes read in one step when every load of a weight is a read (V_r)."""
+        return sum(line.formula_read_bytes for line in self.traffic)
+
+    @property
+    def nvme_write_bytes(self) -> int:
+        """Bytes written in one step (V_w)."""
+        return sum(line.write_bytes for line in self.traffic)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the swap files take."""
+        return sum(line.num_bytes for line in self.disk)
+
+    @property
+    def uses_nvme(self) -> bool:
+        return self.disk_bytes > 0
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain values, with the totals, ready for json.dumps."""
+        totals = {
+            "memory_bytes": {tier.value: self.memory_bytes(tier) for tier, _ in self.budgets},
+            "nvme_read_bytes": self.nvme_read_bytes,
+            "nvme_formula_read_bytes": self.nvme_formula_read_bytes,
+            "nvme_write_bytes": self.nvme_write_bytes,
+            "disk_bytes": self.disk_bytes,
+        }
+        plain = _plain(asdict(self))
+        return {**totals, **plain} if isinstance(plain, dict) else totals
+
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """Return (label, value) rows to print."""
+        rows = [("units", _tier_counts(self.units))]
+        num_tiles = sum(unit.num_tiles for unit in self.units)
+        num_resident = sum(len(unit.resident_tiles) for unit in self.units)
+        rows.append(("optimizer tiles resident", f"{num_resident} of {num_tiles}"))
+        rows += [
+            (f"{line.tier.value} {line.owner.value}", f"{format_bytes(line.num_bytes)}: {line.counts}")
+            for line in self.memory
+        ]
+        rows += [
+            (f"{tier.value} memory peak", f"{format_bytes(self.memory_bytes(tier))} of {format_bytes(budget)}")
+            for tier, budget in self.budgets
+        ]
+        rows += [(f"nvme {line.what}", format_bytes(line.num_bytes)) for line in self.disk]
+        rows.append(("nvme total", format_bytes(self.disk_bytes)))
+        rows += [
+            (f"nvme {line.what} per step", f"read {format_bytes(line.read_bytes)}, written {format_bytes(line.write_bytes)}")
+            for line in self.traffic
+        ]
+        saved = self.nvme_formula_read_bytes - self.nvme_read_bytes
+        hits = f" ({format_bytes(saved)} of weights found in slots at the turn)" if saved else ""
+        rows.append(("nvme read per step", format_bytes(self.nvme_read_bytes) + hits))
+        rows.append(("nvme written per step", format_bytes(self.nvme_write_bytes)))
+        return tuple(rows)
+
+
+def _tier_counts(units: tuple[UnitPlan, ...]) -> str:
+    words = []
+    for label, tiers in (("weights", [unit.params for unit in units]), ("gradients", [unit.grads for unit in units])):
+        counts = [f"{tiers.count(tier)} {tier.value}" for tier in Tier if tier in tiers]
+        words.append(f"{label} {' + '.join(counts)}")
+    return f"{len(units)}; {', '.join(words)}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

@@ -1,0 +1,114 @@
+"""Makes the plan: decided tiers first, then what fits where, else an error that says what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from infinity.errors import ConfigError
+from infinity.placement.draft import Draft
+from infinity.placement.estimate import (
+    disk_lines,
+    gradient_slot_bytes,
+    host_weight_slots,
+    memory_lines,
+    tile_gradient_bytes,
+    tile_slot_bytes,
+    traffic_lines,
+    weight_slots,
+)
+from infinity.placement.explain import cpu_does_not_fit, gpu_does_not_fit
+from infinity.placement.plan import Plan, UnitPlan
+from infinity.placement.request import PlanRequest
+from infinity.placement.search import Candidate, candidates, decided, fill_gpu, free_tiles
+from infinity.states import Tier
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Return where every state lives. Raises ConfigError for a placement that contradicts itself or names no unit, and
+    DoesNotFit, with what is needed, what there is and what would do, where no plan keeps to the budgets."""
+    drafts = decided(request)
+    _check(request, drafts)
+    filled = fill_gpu(request, drafts)
+    if filled is None:
+        raise gpu_does_not_fit(request)
+    fitting = list(candidates(request, filled, request.cpu_memory_bytes))
+    if not fitting:
+        raise cpu_does_not_fit(request)
+    best = min(fitting, key=lambda candidate: (candidate.traffic_bytes, -candidate.num_tile_slots, candidate.cpu_bytes))
+    return _plan(request, _assigned(best), best.num_tile_slots)
+
+
+def _check(request: PlanRequest, drafts: tuple[Draft, ...]) -> None:
+    forced = [
+        draft.unit.name
+        for draft in drafts
+        if Tier.NVME in (draft.params, draft.grads) or (draft.has_nvme_tiles and not draft.has_free_tiles)
+    ]
+    if forced and not request.has_nvme:
+        raise ConfigError(
+            f"Unit {forced[0]!r} is to live on NVMe, but no directory is given.",
+            remedy="Give one with --nvme DIR or infinity.nvme.",
+        )
+    if request.num_weight_slots < 1 or not 1 <= request.min_tile_slots <= request.max_tile_slots:
+        raise ConfigError(
+            f"{request.num_weight_slots} weight slots and {request.min_tile_slots} to {request.max_tile_slots} tile slots "
+            "are no numbers of slots.",
+            remedy="Set infinity.weight_slots and infinity.tile_slots to 2 or more.",
+        )
+
+
+def _assigned(best: Candidate) -> tuple[Draft, ...]:
+    """Give the candidate's resident tiles to its units, and what is still undecided to NVMe."""
+    resident: dict[int, list[int]] = {}
+    for number, tile in free_tiles(best.drafts)[: best.num_tiles]:
+        resident.setdefault(number, []).append(tile)
+    return tuple(
+        replace(
+            draft.with_tiles(draft.gpu_tiles, tuple(resident[number])) if number in resident else draft,
+            params=draft.params or Tier.NVME,
+            grads=draft.grads or Tier.NVME,
+            has_free_tiles=False,
+        )
+        for number, draft in enumerate(best.drafts)
+    )
+
+
+def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) -> Plan:
+    num_slots, slot_bytes = weight_slots(request, drafts)
+    num_host_slots, host_slot_bytes = host_weight_slots(request, drafts)
+    gradient_bytes = gradient_slot_bytes(drafts)
+    streams_tiles = any(draft.has_nvme_tiles for draft in drafts)
+    budgets = [(Tier.CPU, request.cpu_memory_bytes)]
+    if request.gpu_memory_bytes is not None:
+        budgets.insert(0, (Tier.GPU, request.gpu_memory_bytes))
+    return Plan(
+        units=tuple(_unit_plan(request, draft) for draft in drafts),
+        compute_tier=request.compute_tier,
+        stage=request.placement.stage or 0,
+        num_weight_slots=num_slots,
+        weight_slot_bytes=slot_bytes,
+        num_host_weight_slots=num_host_slots,
+        host_weight_slot_bytes=host_slot_bytes,
+        num_tile_slots=num_tile_slots if streams_tiles else 0,
+        tile_slot_bytes=tile_slot_bytes(request) if streams_tiles else 0,
+        num_gradient_slots=1 if gradient_bytes else 0,
+        gradient_slot_bytes=gradient_bytes,
+        tile_gradient_bytes=tile_gradient_bytes(request) if gradient_bytes else 0,
+        memory=memory_lines(request, drafts, num_tile_slots=num_tile_slots),
+        traffic=traffic_lines(request, drafts),
+        disk=disk_lines(drafts),
+        budgets=tuple(budgets),
+    )
+
+
+def _unit_plan(request: PlanRequest, draft: Draft) -> UnitPlan:
+    params, grads = draft.params or Tier.NVME, draft.grads or Tier.NVME
+    return UnitPlan(
+        name=draft.unit.name,
+        params=params,
+        grads=grads,
+        num_tiles=draft.unit.num_tiles,
+        gpu_tiles=draft.gpu_tiles,
+        cpu_tiles=draft.cpu_tiles,
+        reruns=not draft.unit.is_root and (request.recompute or params is not request.compute_tier),
+    )

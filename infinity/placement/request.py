@@ -1,0 +1,59 @@
+"""What the planner is asked: units, budgets, placement, and the shape of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from infinity.placement.placement import Placement
+from infinity.placement.sizes import UnitSize
+from infinity.states import Tier
+
+FP32_BYTES = 4
+
+
+class Schedule(str, Enum):
+    """The order of work in a step."""
+
+    VERTICAL = "vertical"  # every micro-batch through a unit before the next unit
+    HORIZONTAL = "horizontal"  # the whole model for each micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The planner's input. Budgets count for this rank, above what the process needs before any model exists."""
+
+    units: tuple[UnitSize, ...]  # in forward order
+    placement: Placement
+    cpu_memory_bytes: int
+    gpu_memory_bytes: int | None  # None: the CPU plays the compute tier
+    num_micro_batches: int
+    activation_bytes: int  # what autograd keeps between units, and the largest working set inside a unit, tail included
+    grad_element_bytes: int
+    tile_elements: int  # of the largest tile
+    min_tile_slots: int = 3  # one is read, one computed, one written
+    max_tile_slots: int = 8
+    num_weight_slots: int = 2  # one unit runs while the next is fetched
+    schedule: Schedule = Schedule.VERTICAL
+    recompute: bool = False  # rerun also the units whose weights stay on the compute tier
+    root_bytes: int = 0  # buffers and whatever else stays on the compute tier
+    has_nvme: bool = True  # whether a directory was given
+    nvme_free_bytes: int | None = None  # None: not asked
+
+    @property
+    def compute_tier(self) -> Tier:
+        return Tier.CPU if self.gpu_memory_bytes is None else Tier.GPU
+
+    @property
+    def disk_limit_bytes(self) -> int | None:
+        """The most that may live on NVMe; None where nobody asked."""
+        return self.nvme_free_bytes if self.has_nvme else 0
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether fp32 sums of every unit wait between micro-batches."""
+        return self.schedule is Schedule.HORIZONTAL and self.num_micro_batches > 1
+
+    def waiting_element_bytes(self, unit: UnitSize) -> int:
+        """Bytes that wait for the update for each gradient element: fp32 sums for each visit, or the finished gradient."""
+        return FP32_BYTES * unit.visits if self.keeps_sums else self.grad_element_bytes
