@@ -58,3 +58,30 @@ def parameter_count(config: GPTConfig) -> int:
     """Return the exact number of parameters: embedding, blocks, final norm, untied head."""
     block = 4 * config.width**2 + 3 * config.width * config.hidden + 2 * config.width
     return 2 * config.vocab_size * config.width + config.num_layers * block + config.width
+
+
+def block_kept_bytes(config: GPTConfig, *, micro_batch_size: int, seq_len: int, dtype_bytes: int) -> int:
+    """Return what autograd keeps of one block for one micro-batch when the block is not rerun, in bytes.
+
+    Fused attention keeps no scores, so the sequence length counts once; the two norms keep four fp32 tensors.
+    """
+    num_tokens = micro_batch_size * seq_len
+    return num_tokens * ((9 * config.width + 4 * config.hidden) * dtype_bytes + 16 * config.width)
+
+
+def activation_bytes(
+    config: GPTConfig, *, micro_batch_size: int, seq_len: int, num_micro_batches: int, dtype_bytes: int
+) -> int:
+    """Estimate the most that activations and their gradients take at one time when every block is rerun, in bytes.
+
+    `num_micro_batches` is how many are under way together: A in vertical order, 1 in horizontal. Counts the kept inputs of
+    every unit, the gradients at one border, and the larger of one block's rerun with its backward and the tail (norm, head,
+    loss); not the gathered weights and their gradients. The factors follow the profiler's peaks on the CPU.
+    """
+    num_tokens = micro_batch_size * seq_len
+    border = num_tokens * config.width * dtype_bytes
+    kept = num_micro_batches * (config.num_layers + 2) * border
+    block = block_kept_bytes(config, micro_batch_size=micro_batch_size, seq_len=seq_len, dtype_bytes=dtype_bytes)
+    in_backward = 2 * num_tokens * config.hidden * dtype_bytes
+    tail = num_tokens * (18 * config.vocab_size + 16 * config.width)
+    return kept + max(block + in_backward, tail)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError
-from infinity.models.gpt import GPT, build_meta_gpt, parameter_initializer
-from infinity.models.presets import PRESETS, GPTConfig, parameter_count, preset
+from infinity.models.gpt import GPT, build_meta_gpt, parameter_initializer, rotary_tables
+from infinity.models.presets import PRESETS, GPTConfig, activation_bytes, block_kept_bytes, parameter_count, preset
 
 TINY = GPTConfig(num_layers=2, width=32, num_heads=2, hidden=64)
 
@@ -86,3 +86,37 @@ def test_positions_matter_and_the_loss_is_the_mean_cross_entropy() -> None:
     expected = -log_probabilities[0, torch.arange(4), tokens[0]].mean()
     torch.testing.assert_close(loss, expected)
     assert loss.item() == pytest.approx(5.545, abs=0.3)
+
+
+def autograd_bytes(block: torch.nn.Module, *inputs: torch.Tensor) -> int:
+    """Return the bytes of the storages that a forward keeps for its backward, without the weights and rotary tables."""
+    outside = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *inputs[1:])}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(*inputs)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("micro_batch_size", "seq_len"), [(1, 64), (2, 256)])
+def test_kept_bytes_are_what_autograd_keeps(dtype: torch.dtype, micro_batch_size: int, seq_len: int) -> None:
+    """The planner's figure for a block that is not rerun is within 3 % of what autograd really keeps."""
+    config = GPTConfig(num_layers=1, width=128, num_heads=2, hidden=320)
+    model = filled(config, 0, dtype)
+    x = torch.randn(micro_batch_size, seq_len, 128).to(dtype).requires_grad_()
+    measured = autograd_bytes(model.blocks[0], x, *rotary_tables(seq_len, config.head_dim, 1e4, x))
+    predicted = block_kept_bytes(config, micro_batch_size=micro_batch_size, seq_len=seq_len, dtype_bytes=dtype.itemsize)
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_activations_grow_with_micro_batches_by_their_kept_inputs() -> None:
+    """Each micro-batch more under way costs the inputs of all units and nothing else."""
+    sizes = [activation_bytes(TINY, micro_batch_size=2, seq_len=8, num_micro_batches=a, dtype_bytes=2) for a in (1, 2, 3)]
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 2 * 8 * 32 * 2 * (2 + 2)
