@@ -20,7 +20,7 @@ _REMEDIES = {
     errno.EDQUOT: "Raise the quota, free space, or give another directory.",
     errno.EFAULT: "The buffer is not mapped: keep it alive until its request is over.",
     errno.EINVAL: (
-        f"Under O_DIRECT address, offset and length must be multiples of {PAGE_BYTES} bytes and the file system must allow it."
+        f"Under O_DIRECT address, offset and length must be multiples of {PAGE_BYTES} bytes; the file system must allow it."
     ),
     errno.EIO: "The device reported an error: look at the kernel log and the disk's health, or give another directory.",
     errno.EMFILE: "Raise the limit of open files (`ulimit -n`).",

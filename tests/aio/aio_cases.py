@@ -1,0 +1,66 @@
+"""Buffers, requests and engines as the tests of aio need them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from infinity.aio.engine import Engine
+from infinity.aio.files import DirectFile
+from infinity.aio.request import Op, Request, address_of
+from infinity.aio.threads import open_threads
+from infinity.aio.uring import open_uring
+
+OPENERS = {"uring": open_uring, "threads": open_threads}
+
+
+def open_kind(
+    kind: str, *, queue_depth: int = 8, block_bytes: int = 1 << 16, faults: Mapping[int, int] | None = None
+) -> Engine:
+    """Open an engine whose n-th completions are replaced as `faults` says."""
+    return OPENERS[kind](queue_depth=queue_depth, block_bytes=block_bytes, faults=faults)
+
+
+class Memory:
+    """A page-aligned buffer."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.map = mmap.mmap(-1, max(num_bytes, 1))
+        self.num_bytes = num_bytes
+        self.address = address_of(self.map)
+
+    def fill(self) -> bytes:
+        """Fill with random bytes and return them."""
+        data = os.urandom(self.num_bytes)
+        self.map[:] = data
+        return data
+
+    def read(self, file: DirectFile, offset: int, *, start: int = 0, length: int | None = None) -> Request:
+        return self._request(Op.READ, file, offset, start, length)
+
+    def write(self, file: DirectFile, offset: int, *, start: int = 0, length: int | None = None) -> Request:
+        return self._request(Op.WRITE, file, offset, start, length)
+
+    def _request(self, op: Op, file: DirectFile, offset: int, start: int, length: int | None) -> Request:
+        return Request(
+            op, file, offset, self.address + start, self.num_bytes - start if length is None else length, self.map
+        )
+
+
+def pipe_file() -> tuple[DirectFile, int]:
+    """Return a file whose reads block until something is written to the descriptor that comes with it."""
+    reading, writing = os.pipe()
+    return DirectFile(Path("a-pipe"), reading, direct=False, in_memory=True), writing
+
+
+def num_engine_threads() -> int:
+    """Return how many threads of this process belong to engines."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it ended meanwhile
+            continue
+    return names.count("infinity-aio")

@@ -1,0 +1,64 @@
+"""Files of both sorts and engines of both kinds, closed behind every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aio_cases import open_kind
+
+from infinity.aio.engine import Engine
+from infinity.aio.files import DirectFile, open_direct
+
+
+@pytest.fixture(params=["uring", "threads"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "uring":
+        pytest.importorskip("infinity._aio", reason="built without liburing")
+    return request.param
+
+
+@pytest.fixture
+def engine(kind: str) -> Iterator[Engine]:
+    opened = open_kind(kind)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def open_file(tmp_path: Path) -> Iterator[Callable[..., DirectFile]]:
+    """Open files in the test's directory; a test that needs O_DIRECT is skipped where there is none."""
+    files: list[DirectFile] = []
+
+    def opener(*, direct: bool, name: str = "file") -> DirectFile:
+        files.append(open_direct(tmp_path / name, create=True, direct=direct))
+        if direct and not files[-1].direct:
+            pytest.skip("this file system has no O_DIRECT")
+        return files[-1]
+
+    yield opener
+    for file in files:
+        file.close()
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def file(request: pytest.FixtureRequest, open_file: Callable[..., DirectFile]) -> DirectFile:
+    return open_file(direct=request.param)
+
+
+@pytest.fixture
+def pipe_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread engine read pipes, as io_uring does: preadv takes no offset in them."""
+    preadv = os.preadv
+
+    def read(fd: int, buffers: list[object], offset: int) -> int:
+        try:
+            return preadv(fd, buffers, offset)
+        except OSError as error:
+            if error.errno != 29:  # ESPIPE
+                raise
+            return os.readv(fd, buffers)
+
+    monkeypatch.setattr(os, "preadv", read)

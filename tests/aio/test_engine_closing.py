@@ -1,0 +1,216 @@
+"""How engines end: what is submitted is finished, what is queued fails, nothing is leaked and no failure is swallowed."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aio_cases import Memory, num_engine_threads, open_kind, pipe_file
+
+from infinity.aio.engine import Engine
+from infinity.aio.files import DirectFile
+from infinity.errors import IllegalTransition, StorageError
+
+PAGE = 4096
+
+
+def test_closing_with_requests_in_flight(kind: str, file: DirectFile, pipe_reads: None) -> None:
+    """What the kernel has is finished, what is queued fails with ECANCELED, and both are known when close returns."""
+    engine = open_kind(kind, queue_depth=1)
+    pipe, writing = pipe_file()
+    byte, memory = Memory(1), Memory(PAGE)
+    [submitted] = engine.submit([byte.read(pipe, 0)])
+    while submitted.state.name != "SUBMITTED":
+        time.sleep(0.001)
+    queued = engine.submit([memory.read(file, i * PAGE) for i in range(10)])
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    with pytest.raises(IllegalTransition, match="CLOSED"):
+        for _ in range(10_000):
+            queued += engine.submit([memory.read(file, 0)])
+            time.sleep(0.001)
+    os.write(writing, b"x")
+    closer.join(timeout=20)
+    assert not closer.is_alive()
+    submitted.wait()
+    assert byte.map[:] == b"x"
+    for handle in queued:
+        assert handle.done()
+        with pytest.raises(StorageError, match="closed first") as caught:
+            handle.wait()
+        assert caught.value.errno == errno.ECANCELED
+    pipe.close()
+    os.close(writing)
+
+
+def test_closing_amid_writes(kind: str, file: DirectFile) -> None:
+    """However a close falls among writes, each of them is whole or did not begin."""
+    memory, length = Memory(16 * PAGE), 16 * PAGE
+    data = memory.fill()
+    for turn in range(10):
+        os.truncate(file.fd, 0)
+        os.truncate(file.fd, 200 * length)
+        engine = open_kind(kind, queue_depth=4, block_bytes=PAGE)
+        handles = engine.submit([memory.write(file, i * length) for i in range(200)])
+        handles[turn * 3].wait()
+        try:
+            engine.close()
+        except StorageError as error:
+            assert error.errno == errno.ECANCELED
+        written = []
+        for handle in handles:
+            try:
+                handle.wait()
+                written.append(True)
+            except StorageError as error:
+                assert error.errno == errno.ECANCELED
+                written.append(False)
+        content = file.path.read_bytes()
+        for i, whole in enumerate(written):
+            assert content[i * length : (i + 1) * length] == (data if whole else bytes(length))
+
+
+def test_close_is_idempotent(engine: Engine) -> None:
+    """Closing twice is fine, and a closed engine takes no requests."""
+    engine.close()
+    engine.close()
+    with pytest.raises(IllegalTransition, match="CLOSED"):
+        engine.submit([])
+
+
+def test_an_unwaited_failure_is_reported(kind: str, file: DirectFile) -> None:
+    """C3: a failed request that nobody waited for is raised by close, which says how many there are."""
+    engine = open_kind(kind, queue_depth=1, faults={0: -errno.EIO, 2: -errno.EIO})
+    memory = Memory(PAGE)
+    engine.submit([memory.write(file, i * PAGE) for i in range(4)])
+    [last] = engine.submit([memory.write(file, 0)])
+    last.wait()
+    gc.collect()
+    with pytest.raises(StorageError, match=r"2 request\(s\) failed and nobody waited") as caught:
+        engine.close()
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_failure_is_reported_once(kind: str, file: DirectFile) -> None:
+    """A failure that was raised by wait is not raised again by close, but again by wait."""
+    engine = open_kind(kind, faults={0: -errno.EIO})
+    [handle] = engine.submit([Memory(PAGE).write(file, 0)])
+    with pytest.raises(StorageError) as first:
+        handle.wait()
+    engine.close()
+    with pytest.raises(StorageError) as second:
+        handle.wait()
+    assert first.value is second.value
+
+
+def test_a_hundred_engines(kind: str, file: DirectFile) -> None:
+    """C27: engines that are opened, used and closed leave neither descriptors nor threads behind."""
+    memory = Memory(PAGE)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), num_engine_threads()
+    for _ in range(100):
+        engine = open_kind(kind)
+        engine.submit([memory.write(file, 0)])[0].wait()
+        engine.close()
+        del engine
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert num_engine_threads() == threads
+
+
+def test_a_dropped_ring_is_closed(file: DirectFile) -> None:
+    """An io_uring engine that is dropped without a close finishes its writes and ends its thread."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+    threads, memory = num_engine_threads(), Memory(64 * PAGE)
+    data = memory.fill()
+    engine = open_kind("uring", queue_depth=1, block_bytes=PAGE)
+    [handle] = engine.submit([memory.write(file, 0)])
+    while handle.state.name == "QUEUED":
+        time.sleep(0.001)
+    del engine, handle
+    gc.collect()
+    assert num_engine_threads() == threads
+    assert file.path.read_bytes() == data
+
+
+def test_signals_reach_the_program_during_a_wait(engine: Engine, pipe_reads: None) -> None:
+    """A signal's handler runs, and may raise, while a request takes long; the request is not hurt."""
+    pipe, writing = pipe_file()
+    memory = Memory(1)
+    [handle] = engine.submit([memory.read(pipe, 0)])
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise TimeoutError("from the handler")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(TimeoutError, match="from the handler"):
+            handle.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    os.write(writing, b"x")
+    handle.wait()
+    assert memory.map[:] == b"x"
+    pipe.close()
+    os.close(writing)
+
+
+def test_a_forked_child_leaves_the_engine_alone(kind: str, tmp_path: Path) -> None:
+    """A child that a fork made can exit, its copy of the engine dropped, and the parent's engine works on."""
+    script = (
+        "import os, sys\n"
+        "from aio_cases import Memory, open_kind\n"
+        "from infinity.aio.files import open_direct\n"
+        "engine, memory = open_kind(sys.argv[1]), Memory(4096)\n"
+        "file = open_direct(sys.argv[2], create=True)\n"
+        "engine.submit([memory.write(file, 0)])[0].wait()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    del engine\n"
+        "    os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "engine.submit([memory.write(file, 4096)])[0].wait()\n"
+        "engine.close()\n"
+    )
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    result = subprocess.run(
+        [sys.executable, "-c", script, kind, str(tmp_path / "file")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "7", "")
+
+
+def test_a_wait_releases_the_interpreter(engine: Engine, pipe_reads: None) -> None:
+    """Other threads run while one waits for a request."""
+    pipe, writing = pipe_file()
+    [handle] = engine.submit([Memory(1).read(pipe, 0)])
+    helper = threading.Timer(0.05, os.write, (writing, b"x"))  # runs only if the wait lets it
+    helper.start()
+    handle.wait()
+    helper.join()
+    pipe.close()
+    os.close(writing)
+
+
+def test_submit_does_not_wait(engine: Engine, open_file: Callable[..., DirectFile], pipe_reads: None) -> None:
+    """C8: requests beyond the queue depth are taken while nothing moves, and are served when it does."""
+    pipe, writing = pipe_file()
+    memory = Memory(64)
+    handles = engine.submit([memory.read(pipe, 0, start=i, length=1) for i in range(64)])
+    assert not any(handle.done() for handle in handles)
+    os.write(writing, bytes(range(64)))
+    for handle in handles:
+        handle.wait()
+    assert sorted(memory.map[:]) == list(range(64))
+    pipe.close()
+    os.close(writing)
