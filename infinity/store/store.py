@@ -126,7 +126,7 @@ class Store:
 
         It stands until the next write to a swap file, which takes it back (see store/commit.py). An earlier one is gone as
         soon as this is called. Raises SwapSpaceError when there is no room for `resident.bin`, StorageError, and
-        IllegalTransition while a tile is leased or was never published; then there is no checkpoint, and nothing is left.
+        IllegalTransition while a tile is leased or was never published; then there is no checkpoint and the run may go on.
         """
         path = self._space.resident_path()
         self._require_stored()

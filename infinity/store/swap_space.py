@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum
 from pathlib import Path
 
@@ -85,6 +85,8 @@ class SwapSpace:
             try:
                 write_commit(self.run_paths, description=description, resident_bytes=resident_bytes, manifest=manifest)
             except OSError as error:
+                with suppress(OSError):  # some directories may have their manifest already
+                    consume_commit(self.run_paths)
                 raise _not_changed("commit", self.run_paths[0], error) from error
             self._lifecycle.to(CommitState.STANDING)
 

@@ -47,7 +47,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_dev_null_is_refused() -> None:
     """/dev/null is a character device; a mount point is suggested. C7."""
-    with pytest.raises(StorageError, match="/dev/null is a character device, not a directory.*mount point"):
+    with pytest.raises(StorageError, match=r"/dev/null is a character device, not a directory.*mount point"):
         check_directory(Path("/dev/null"))
 
 
@@ -60,7 +60,7 @@ def test_a_mounted_block_device_suggests_its_mount_point(tmp_path: Path, monkeyp
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 {os.major(number)}:{os.minor(number)} / /mnt/my\\040ssd rw - ext4 /dev/x rw\n")
     monkeypatch.setattr("infinity.store.checks._MOUNT_TABLE", table)
-    with pytest.raises(StorageError, match="is a block device, not a directory.*mounted at /mnt/my ssd"):
+    with pytest.raises(StorageError, match=r"is a block device, not a directory.*mounted at /mnt/my ssd"):
         check_directory(device)
 
 

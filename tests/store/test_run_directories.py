@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from store_cases import make_store, odd_layouts, on_nvme
 
+from infinity.aio.engine import Engine
 from infinity.errors import ConfigError, StorageError
 from infinity.store.directory import (
     RunState,
@@ -145,6 +147,16 @@ def test_removal_takes_only_what_infinity_made(tmp_path: Path) -> None:
     assert removal.left == ("notes.txt", "resident.bin", "sub")
     assert sorted(item.name for item in path.iterdir()) == ["notes.txt", "resident.bin", "sub"]
     assert (precious / "swap.bin").read_bytes() == b"mine"
+
+
+def test_opening_a_store_removes_dead_runs_and_says_which(tmp_path: Path, threads_engine: Engine) -> None:
+    """The next run finds the space again and can tell the user so. C20."""
+    dead = make_dead_run(tmp_path)
+    store = make_store([tmp_path], threads_engine, on_nvme(odd_layouts()), run_name="job")
+    assert [(removal.path, removal.left) for removal in store.removed_runs] == [(dead, ())]
+    assert store.directories == (dead,)  # the name is free again
+    store.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_directories_that_only_look_alike_are_not_runs(tmp_path: Path) -> None:

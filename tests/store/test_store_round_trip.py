@@ -232,7 +232,7 @@ def test_tiles_stream_through_fewer_slots_from_two_threads(tmp_path: Path, engin
                     lease = store.fetch_tile(tile).wait()  # type: ignore[arg-type]
                     lease.buffer.tensor(torch.uint8, lease.buffer.num_bytes).add_(1)
                     store.publish_tile(tile, lease)  # type: ignore[arg-type]
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - shown by the main thread
             errors.append(error)
 
     threads = [threading.Thread(target=update, args=(tiles[k::2],)) for k in range(2)]
