@@ -55,13 +55,13 @@ def host_limit_bytes(*, proc: Path = _PROC, meminfo: Path = _MEMINFO) -> HostLim
     """Return the least that RAM, every control group above this process and the address space limit leave to it.
 
     What the process holds already is not part of it: it is how much *more* can be taken. Page cache counts as free,
-    because the kernel drops it first. `proc` and `meminfo` are where the kernel's files are.
+    because the kernel drops it first. `proc` and `meminfo` are where the files on groups and on RAM are.
     """
     limits = [HostLimit(parse_key_values(meminfo.read_text())["MemAvailable"] * KIB, "RAM available")]
     limits.extend(_cgroup_limits(proc))
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
-        held = parse_key_values((proc / "status").read_text())["VmSize"] * KIB
+        held = parse_key_values((_PROC / "status").read_text())["VmSize"] * KIB
         limits.append(HostLimit(max(0, address_space - held), "address space (ulimit -v)"))
     return min(limits, key=lambda limit: limit.num_bytes)
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.byte_sizes import PAGE_BYTES
@@ -56,6 +56,7 @@ def test_slots_are_disjoint_and_whole_pages() -> None:
     assert ledger.used(Tier.CPU) == 0
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=4), st.lists(st.integers(min_value=0, max_value=5), max_size=60))
 def test_every_slot_has_at_most_one_holder(num_slots: int, choices: list[int]) -> None:
     """Whatever the order of leases, releases and handles, no slot is leased twice and none is lost."""

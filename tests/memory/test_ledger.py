@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.byte_sizes import GIB, MIB
@@ -23,6 +23,7 @@ moves = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(moves, st.integers(min_value=0, max_value=200))
 def test_used_is_the_sum_of_takes_minus_gives_and_peak_its_maximum(steps: list, budget: int) -> None:
     """Whatever is taken, given, observed or refused, used and peak equal a plain count, and takes never pass the budget."""
