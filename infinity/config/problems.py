@@ -17,9 +17,11 @@ def unknown_key(path: str, known_paths: Collection[str], mistaken: Mapping[str, 
         return f"{path}: unknown key; did you mean {mistaken[path]}?"
     parent, _, leaf = path.rpartition(".")
     siblings = {known.rpartition(".")[2] for known in known_paths if known.rpartition(".")[0] == parent}
+    leaves = {known.rpartition(".")[2]: known for known in sorted(known_paths, reverse=True)}
+    if leaf in leaves:
+        return f"{path}: unknown key; did you mean {leaves[leaf]}?"
     if near := get_close_matches(leaf, siblings, n=1):
         return f"{path}: unknown key; did you mean {near[0]}?"
-    leaves = {known.rpartition(".")[2]: known for known in sorted(known_paths, reverse=True)}
     if near := get_close_matches(leaf, leaves, n=1, cutoff=0.8):
         return f"{path}: unknown key; did you mean {leaves[near[0]]}?"
     return f"{path}: unknown key; {parent or 'the top level'} has {', '.join(sorted(siblings))}."

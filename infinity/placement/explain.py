@@ -61,8 +61,16 @@ def _smallest(request: PlanRequest) -> Candidate | None:
 
 
 def _disk_does_not_fit(request: PlanRequest) -> DoesNotFit:
-    unlimited = replace(request, nvme_free_bytes=None)
-    needed = sum(line.num_bytes for line in disk_lines(decided(unlimited)))
+    """Everything that may stay in RAM does, and still the rest is too large for the disk."""
+    least = [
+        replace(
+            draft.with_tiles((), tuple(range(draft.unit.num_tiles))) if draft.has_free_tiles else draft,
+            params=draft.params or Tier.CPU,
+            grads=draft.grads or Tier.CPU,
+        )
+        for draft in decided(request)
+    ]
+    needed = sum(line.num_bytes for line in disk_lines(least))
     return DoesNotFit(
         f"NVMe: {format_bytes(needed)} needed, {format_bytes(request.nvme_free_bytes or 0)} available.",
         remedy="Free space, add a directory with --nvme, or choose auto for --offload-optimizer and --offload-params, "

@@ -42,7 +42,7 @@ def decided(request: PlanRequest) -> tuple[Draft, ...]:
 
 
 def fill_gpu(request: PlanRequest, drafts: tuple[Draft, ...]) -> tuple[Draft, ...] | None:
-    """Return the drafts with as many undecided weights, then optimizer states, on the GPU as fit; None where nothing does."""
+    """Return the drafts with as many undecided weights, then states, on the GPU as fit there; None where nothing does."""
     if request.gpu_memory_bytes is None:
         return drafts
     best = None

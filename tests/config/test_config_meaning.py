@@ -1,0 +1,108 @@
+"""What the sections mean together: the batch triple, the optimizer's defaults, directories, gradients, tiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import BatchSizes, Config, resolve_batch
+from infinity.errors import ConfigError
+
+sizes = st.integers(1, 64)
+
+
+@given(
+    micro=sizes,
+    accumulation=sizes,
+    world=st.integers(1, 8),
+    missing=st.sampled_from(["train", "micro", "accumulation", "none"]),
+)
+def test_any_two_of_the_triple_give_the_third(micro: int, accumulation: int, world: int, missing: str) -> None:
+    """The triple is completed from any two of its members."""
+    train = micro * accumulation * world
+    given_values = {"train": train, "micro": micro, "accumulation": accumulation} | {missing: None}
+    resolved = resolve_batch(given_values["train"], given_values["micro"], given_values["accumulation"], world_size=world)
+    assert resolved == BatchSizes(train, micro, accumulation, world)
+
+
+def test_missing_members_of_the_triple_default_to_one() -> None:
+    """Only a total gives accumulation 1; nothing at all gives one sample per rank."""
+    assert resolve_batch(8, None, None, world_size=2) == BatchSizes(8, 4, 1, 2)
+    assert resolve_batch(None, None, 3, world_size=2) == BatchSizes(6, 1, 3, 2)
+    assert Config.from_any({}).batch(1) == BatchSizes(1, 1, 1, 1)
+
+
+def test_contradicting_triple_shows_the_arithmetic() -> None:
+    """A contradiction and a remainder are errors with the numbers in them."""
+    with pytest.raises(ConfigError, match=r"train_batch_size is 16, but .* = 2 x 4 x 1 = 8"):
+        resolve_batch(16, 2, 4, world_size=1)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps = .* = 10 / \(4 x 1\) = 2.5 is not a whole number"):
+        resolve_batch(10, 4, None, world_size=1)
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = .* = 2 / \(1 x 4\) = 0.5"):
+        resolve_batch(2, None, None, world_size=4)
+
+
+def test_optimizer_defaults_are_torchs() -> None:
+    """AdamW decays by 0.01 and Adam by 0 where nothing is said."""
+    adamw, adam = Config.from_any({}), Config.from_any({"optimizer": {"type": "adam"}})
+    assert (adamw.optimizer.type, adamw.optimizer.params.weight_decay, adamw.optimizer.decoupled) == ("AdamW", 0.01, True)
+    assert (adam.optimizer.type, adam.optimizer.params.weight_decay) == ("Adam", 0.0)
+    assert (adamw.optimizer.params.lr, adamw.optimizer.params.betas, adamw.optimizer.params.eps) == (
+        1e-3,
+        (0.9, 0.999),
+        1e-8,
+    )
+
+
+def test_adam_says_which_weight_decay_it_means() -> None:
+    """Type Adam with weight decay is DeepSpeed's AdamW and says so; adam_w_mode false is L2 (C55)."""
+    values = {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}
+    config = Config.from_any(values)
+    assert config.optimizer.decoupled
+    assert any("adam_w_mode" in note for note in config.notes())
+    l2 = Config.from_any({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}})
+    assert not l2.optimizer.decoupled
+    assert not l2.notes()
+
+
+def test_directories_are_collected_once_from_sections_that_use_them() -> None:
+    """Directories come from infinity.nvme and from offload sections that may use NVMe; an idle nvme_path is noted."""
+    config = Config.from_any(
+        {
+            "infinity": {"nvme": "/a"},
+            "zero_optimization": {
+                "offload_optimizer": {"device": "nvme", "nvme_path": ["/b", "/a"]},
+                "offload_param": {"device": "cpu", "nvme_path": "/c"},
+            },
+        }
+    )
+    assert config.nvme_directories == (Path("/a"), Path("/b"))
+    assert any(note.startswith("zero_optimization.offload_param.nvme_path: has no effect") for note in config.notes())
+    assert any("striped" in note for note in config.notes())
+
+
+def test_gradient_dtype_follows_the_precision_unless_it_is_set() -> None:
+    """bf16 runs round gradients to bf16, fp32 runs keep fp32, and either key for it is honoured."""
+    assert Config.from_any({}).grad_dtype == "fp32"
+    assert Config.from_any({"bf16.enabled": True}).grad_dtype == "bf16"
+    assert Config.from_any({"bf16.enabled": True, "infinity.grad_dtype": "fp32"}).grad_dtype == "fp32"
+    assert Config.from_any({"bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"}).grad_dtype == "fp32"
+
+
+@given(tile_bytes=st.integers(1, 1 << 26), element_bytes=st.sampled_from([8, 10]))
+def test_tiles_are_aligned_and_keep_to_their_size(tile_bytes: int, element_bytes: int) -> None:
+    """A tile has a multiple of 64 elements, whole pages in every plane when it is large, and fits tile_bytes when it can."""
+    num_elements = Config.from_any({"infinity.tile_bytes": tile_bytes}).infinity.tile_elements(element_bytes)
+    assert num_elements >= 64
+    assert num_elements % 64 == 0
+    assert num_elements == 64 or num_elements * element_bytes <= tile_bytes
+    assert tile_bytes < 4096 * element_bytes or num_elements % 4096 == 0
+
+
+def test_whole_floats_are_counts() -> None:
+    """JSON's 5e8 is accepted where a whole number is meant."""
+    assert Config.from_any({"train_batch_size": 1e1}).train_batch_size == 10
+    assert Config.from_any({"infinity.cpu_memory": 1.5e9}).infinity.cpu_memory == 1_500_000_000
