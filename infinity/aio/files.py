@@ -33,6 +33,8 @@ class DirectFile:
 
     def sync(self) -> None:
         """Make what was written durable (fdatasync). Raises StorageError."""
+        if self.fd < 0:
+            raise storage_error("sync", self.path, -errno.EBADF)
         try:
             os.fdatasync(self.fd)
         except OSError as error:

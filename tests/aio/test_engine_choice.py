@@ -1,0 +1,215 @@
+"""Which engine is chosen on which machine, and what is said about those that are not available."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_direct_files import SHM, refuse_transfers
+
+from infinity.aio import uring
+from infinity.aio.filesystems import memory_filesystem
+from infinity.aio.select import open_engine, probe
+from infinity.errors import ConfigError, PlatformError, StorageError
+
+HERE = Path(__file__).parent
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def no_ring(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Make the native module refuse to open a ring with a given errno."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+
+    def refuse(number: int) -> None:
+        monkeypatch.setattr(uring, "_lib", SimpleNamespace(aio_open=lambda *_: -number))
+
+    return refuse
+
+
+def test_what_this_machine_has(kind: str, tmp_path: Path) -> None:
+    """The probe names the engine whose round trip worked, and removes its file."""
+    found = probe(tmp_path, kind)
+    assert found.engine == kind
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_io_uring_denied_by_seccomp(tmp_path: Path, number: int) -> None:
+    """C23, C24: under a real seccomp filter threads move the same bytes, and one sentence names the docker flag."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+    result = run_python(str(HERE / "sandbox_io_uring.py"), str(number), str(tmp_path))
+    if "no seccomp here" in result.stderr:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert (answer["probed"], answer["engine"], answer["same"]) == ("threads", "threads", True)
+    [note] = [note for note in answer["notes"] if "io_uring" in note]
+    assert "--security-opt seccomp=unconfined" in note
+    assert f"errno {number}" in note
+    assert "Threads do the I/O instead." in note
+    assert "--security-opt seccomp=unconfined" in answer["refusal"]
+
+
+def test_io_uring_switched_off(no_ring: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C23: with kernel.io_uring_disabled=2 the sentence names the setting and how to change it."""
+    switch = tmp_path / "io_uring_disabled"
+    switch.write_text("2\n")
+    monkeypatch.setattr(uring, "_SWITCH", switch)
+    no_ring(errno.EPERM)
+    [note] = [note for note in probe(tmp_path).notes if "io_uring" in note]
+    assert "kernel.io_uring_disabled=2" in note
+    assert "sysctl kernel.io_uring_disabled=0" in note
+
+
+def test_too_little_locked_memory_for_a_ring(no_ring: object, tmp_path: Path) -> None:
+    """C25: a ring that is refused for memory gives way to threads, with the needed and the current limit."""
+    no_ring(errno.ENOMEM)
+    [note] = [note for note in probe(tmp_path).notes if "io_uring" in note]
+    assert "it needs about" in note
+    assert "the limit is" in note
+    assert "ulimit -l" in note
+    assert open_engine("auto").name == "threads"
+
+
+def test_a_low_memlock_limit(kind: str, tmp_path: Path) -> None:
+    """C25: with `ulimit -l 64` an engine moves 64 MiB of unregistered buffers, and the probe has nothing to say."""
+    script = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from pathlib import Path\n"
+        "from aio_cases import Memory\n"
+        "from infinity.aio.files import open_direct\n"
+        "from infinity.aio.select import open_engine, probe\n"
+        "found = probe(Path(sys.argv[2]), sys.argv[1])\n"
+        "file, memory = open_direct(sys.argv[2] + '/file', create=True), Memory(64 << 20)\n"
+        "engine = open_engine(sys.argv[1])\n"
+        "memory.map[-1] = 7\n"
+        "engine.submit([memory.write(file, 0)])[0].wait()\n"
+        "memory.map[-1] = 0\n"
+        "engine.submit([memory.read(file, 0)])[0].wait()\n"
+        "engine.close()\n"
+        "print(found.engine, memory.map[-1], [note for note in found.notes if 'uring' in note])\n"
+    )
+    result = run_python("-c", script, kind, str(tmp_path))
+    assert result.stdout.split() == [kind, "7", "[]"], result.stderr
+
+
+@pytest.mark.skipif(memory_filesystem(SHM) is None, reason="/dev/shm is no tmpfs")
+def test_a_directory_in_memory(kind: str) -> None:
+    """C28: tmpfs works, buffered, and the probe says that it is memory and not a disk."""
+    found = probe(SHM, kind)
+    assert not found.direct
+    [note] = [note for note in found.notes if "uring" not in note]
+    assert "/dev/shm is memory (tmpfs), not a disk" in note
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_directory_without_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """C30: where only direct writes, or only direct reads, fail, both go through the page cache and the probe says so."""
+    if memory_filesystem(tmp_path):
+        pytest.skip("this directory is memory")
+    refuse_transfers(monkeypatch, name)
+    found = probe(tmp_path)
+    assert not found.direct
+    [note] = [note for note in found.notes if "uring" not in note]
+    assert "refuses O_DIRECT" in note
+    assert "ext4 or XFS" in note
+
+
+def test_a_missing_native_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C21, C22: without the native module threads do the work, and the sentence says what to install, on any system."""
+    monkeypatch.setattr(uring, "_lib", None)
+    monkeypatch.setattr(uring, "_import_error", "no such module", raising=False)
+    found = probe(tmp_path)
+    assert found.engine == "threads"
+    [note] = [note for note in found.notes if "io_uring" in note]
+    assert "infinity._aio is missing" in note
+    assert "liburing" in note
+    with pytest.raises(PlatformError, match="missing"):
+        open_engine("uring")
+
+
+def test_a_ring_that_opens_and_then_fails(no_ring: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C24: opening a ring proves nothing: where its round trip fails threads take over."""
+    real = uring.open_uring
+    monkeypatch.setattr(
+        "infinity.aio.select.open_uring", lambda **sizes: real(**sizes, faults=dict.fromkeys(range(200), -errno.EINVAL))
+    )
+    found = probe(tmp_path)
+    assert found.engine == "threads"
+    assert any("io_uring cannot be used in" in note for note in found.notes)
+    with pytest.raises(StorageError):
+        probe(tmp_path, "uring")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_engine(tmp_path: Path) -> None:
+    """An unknown kind is a configuration error that lists the known ones."""
+    for call in (lambda: open_engine("libaio"), lambda: probe(tmp_path, "libaio")):
+        with pytest.raises(ConfigError, match=r"'libaio' is unknown.*auto, uring, threads"):
+            call()
+
+
+@pytest.mark.parametrize(("queue_depth", "block_bytes"), [(0, 4096), (4097, 4096), (8, 0), (8, (1 << 30) + 1)])
+def test_sizes_out_of_range(kind: str, queue_depth: int, block_bytes: int) -> None:
+    """Sizes that an engine does not take are refused with the range."""
+    with pytest.raises(PlatformError, match="1 to 4096"):
+        open_engine(kind, queue_depth=queue_depth, block_bytes=block_bytes)
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    """C7, C31: a missing path, a file and a device are refused with the reason, and nothing is touched."""
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path, number, text in [
+        (tmp_path / "missing", errno.ENOENT, "Create it"),
+        (file, errno.ENOTDIR, "is not a directory but a file"),
+        (Path("/dev/null"), errno.ENOTDIR, "is not a directory but a device.*mount point"),
+    ]:
+        with pytest.raises(StorageError, match=text) as caught:
+            probe(path)
+        assert caught.value.errno == number
+        assert str(path) in str(caught.value)
+    assert file.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_directory_of_somebody_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C31: a directory that is not writable is refused with the user and the directory's mode and owner."""
+
+    def deny(**_: object) -> tuple[int, str]:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", deny)  # root may write anywhere, so that a real mode shows nothing
+    with pytest.raises(StorageError, match=f"This user is {os.geteuid()}.*has mode d.*owner") as caught:
+        probe(tmp_path)
+    assert caught.value.errno == errno.EACCES
+
+
+def test_a_disk_that_returns_other_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A directory whose reads are not what was written is refused, and the file is removed."""
+    real = os.preadv
+
+    def corrupt(fd: int, buffers: list[object], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        memoryview(buffers[0]).cast("B")[0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", corrupt)
+    with pytest.raises(StorageError, match="other bytes than were written"):
+        probe(tmp_path, "threads")
+    assert list(tmp_path.iterdir()) == []
