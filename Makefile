@@ -72,8 +72,9 @@ $(NATIVE): setup.py $(SOURCES) $(RUNTIME)
 
 else
 
-# Every call is constrained, torch comes first and alone: a looser request would pull another build of it.
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Every call is constrained, torch comes first and alone: a looser request would pull another build of it. Nothing is compiled
+# to bytecode ahead of its first import: that would take longer than all the rest.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 $(RUNTIME): pyproject.toml constraints.txt scripts/requirements.py
 	scripts/install-liburing
