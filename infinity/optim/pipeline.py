@@ -151,6 +151,7 @@ class Pipeline:
         self._land_ended()
         self._begin_jobs()
         self._begin_reads()
+        self._keep_reading()
         if self._reading:
             self._compute(self._reading[0])
         if self._computed and (self._reads_beside_writes or not self._reading):
@@ -203,6 +204,16 @@ class Pipeline:
             self._num_slots_taken += update.takes_slot
             self._reading.append(self._to_read.popleft())
             self._read(update)
+
+    def _keep_reading(self) -> None:
+        """Before the last tile that was read ahead is computed, wait for a write's slot, so that reads never run dry.
+
+        The disk is busy with that write either way; and where it is duplex, its other half would have nothing to do.
+        """
+        writes = [transfer for transfer in self._transfers if transfer.update is not None]
+        if self._reads_beside_writes and len(self._reading) == 1 and self._to_read and writes:
+            self._land(writes[0])
+            self._begin_reads()
 
     def _read(self, update: _TileUpdate) -> None:
         update.lifecycle.to(UpdateState.READING)
