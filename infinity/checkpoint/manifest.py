@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
@@ -113,7 +113,9 @@ class Manifest:
         return tuple(record for record in self.files if record.header_crc32 is None)
 
 
-_ADAPTER = TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(Manifest)
+_STATE = TypeAdapter(CheckpointState)
+Writable = TypeVar("Writable", Manifest, CheckpointState)
 
 
 def write_manifest(directory: Path, state: CheckpointState, files: Sequence[FileRecord]) -> None:
@@ -122,7 +124,7 @@ def write_manifest(directory: Path, state: CheckpointState, files: Sequence[File
     The files must be on disk before. Raises CheckpointError for state that JSON cannot hold unchanged, StorageError.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    text = _encode(Manifest(FORMAT, FORMAT_VERSION, program_version(), created, state, tuple(files)))
+    text = _encode(_MANIFEST, Manifest(FORMAT, FORMAT_VERSION, program_version(), created, state, tuple(files)))
     path = directory / MANIFEST
     temporary = directory / f"{MANIFEST}.partial"
     with storage_errors("Writing", path, num_bytes=len(text)):
@@ -136,7 +138,7 @@ def write_manifest(directory: Path, state: CheckpointState, files: Sequence[File
 
 def manifest_bytes(state: CheckpointState, files: Sequence[FileRecord]) -> int:
     """Return the length that the manifest will have."""
-    return len(_encode(Manifest(FORMAT, FORMAT_VERSION, program_version(), "", state, tuple(files)))) + 64
+    return len(_encode(_MANIFEST, Manifest(FORMAT, FORMAT_VERSION, program_version(), "", state, tuple(files)))) + 64
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -164,11 +166,26 @@ def read_manifest(directory: Path) -> Manifest:
             remedy="Use the infinity that wrote it.",
         )
     try:
-        return _ADAPTER.validate_json(text)
+        return _MANIFEST.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path} is damaged: key {key}: {first['msg']}.") from error
+        raise _damaged(error, str(path)) from error
+
+
+def state_to_json(state: CheckpointState) -> dict[str, JsonValue]:
+    """Return the state as JSON values, for a manifest that the store writes (a commit in place).
+
+    Raises CheckpointError for values that JSON cannot hold unchanged.
+    """
+    values: dict[str, JsonValue] = json.loads(_encode(_STATE, state))
+    return values
+
+
+def state_from_json(values: object, *, where: str) -> CheckpointState:
+    """Return the state that `state_to_json` gave; `where` is the file that errors name. Raises CheckpointError."""
+    try:
+        return _STATE.validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise _damaged(error, where) from error
 
 
 def program_version() -> str:
@@ -189,11 +206,11 @@ def sync_directory(directory: Path) -> None:
             os.close(fd)
 
 
-def _encode(manifest: Manifest) -> bytes:
-    """Return the JSON, having made sure that it reads back as the same value."""
+def _encode(adapter: TypeAdapter[Writable], value: Writable) -> bytes:
+    """Return the JSON of a dataclass, having made sure that it reads back as the same value."""
     try:
-        text = json.dumps(asdict(manifest), indent=1, allow_nan=False).encode()
-        unchanged = _ADAPTER.validate_json(text) == manifest
+        text = json.dumps(asdict(value), indent=1, allow_nan=False).encode()
+        unchanged = adapter.validate_json(text) == value
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"The run's state cannot be written as JSON: {error}.") from error
     if not unchanged:
@@ -202,6 +219,12 @@ def _encode(manifest: Manifest) -> bytes:
             remedy="Use lists instead of tuples, and text instead of numbers as keys.",
         )
     return text
+
+
+def _damaged(error: ValidationError, where: str) -> CheckpointError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return CheckpointError(f"{where} is damaged: key {key}: {first['msg']}.")
 
 
 def _describe(spec: TensorSpec | None) -> str:

@@ -43,9 +43,10 @@ def write_checkpoint(
 ) -> Path:
     """Write `<directory>/step-<global step>` and return its path.
 
-    `swap_files` are files of the store that are on disk and take the place of units (a commit in place). With `keep`, only
-    that many complete checkpoints remain, the new one among them; swap files are never removed. One of the same step is
-    replaced in one atomic rename.
+    `swap_files` are the store's files, already on disk, that take the place of units (a commit in place). With the store's own
+    commit record among them, the checkpoint stops being complete as soon as the store writes to its files again.
+    With `keep`, only that many complete checkpoints remain, the new one among them; swap files are never removed. A
+    checkpoint of the same step is replaced in one atomic rename.
 
     Raises SwapSpaceError (before writing, with needed and free bytes, or when the disk fills), StorageError,
     CheckpointError when a source does not give every element once. After any error nothing of the new checkpoint is left and

@@ -40,7 +40,7 @@ class FakeUnit:
     name: str
     specs: tuple[TensorSpec, ...]
     step: int
-    tile: int = 64
+    tile: int = 128
     before: Callable[[int], None] = field(default=lambda index: None)
 
     def pieces(self) -> Iterator[tuple[str, int, memoryview]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import safetensors.torch
 import torch
 from checkpoint_fakes import FakeUnit, content, fake_buffers, fake_state, fake_units, names_in, require_content
 
-from infinity.checkpoint.manifest import FileRecord
+from infinity.checkpoint.manifest import FileRecord, state_from_json, state_to_json
 from infinity.checkpoint.reader import open_checkpoint
 from infinity.checkpoint.specs import TensorSpec
 from infinity.checkpoint.writer import required_bytes, write_checkpoint
-from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError
+from infinity.errors import CheckpointError, CheckpointIncomplete, CheckpointMismatch, ConfigError
 
 
 def save(directory: Path, step: int, keep: int | None = None) -> Path:
@@ -168,6 +169,15 @@ def test_state_that_json_would_change_is_refused(tmp_path: Path, value: object) 
     assert names_in(tmp_path) == []
 
 
+def test_the_state_travels_in_a_manifest_of_the_store() -> None:
+    """The store commits swap files with a manifest of JSON values; the state comes back equal, damage is named."""
+    values = json.loads(json.dumps(state_to_json(fake_state(3))))
+    assert state_from_json(values, where="committed.json") == fake_state(3)
+    values["counters"]["global_step"] = "3"
+    with pytest.raises(CheckpointError, match=r"committed\.json is damaged: key counters\.global_step"):
+        state_from_json(values, where="committed.json")
+
+
 def test_a_commit_in_place_names_swap_files(tmp_path: Path) -> None:
     """Swap files take the place of units: their lengths are checked, buffers are read, and no unit is."""
     swap = tmp_path / "swap.bin"
@@ -179,6 +189,13 @@ def test_a_commit_in_place_names_swap_files(tmp_path: Path) -> None:
         assert [name for name, _ in checkpoint.specs("buffer")] == ["norm.running_mean"]
         with pytest.raises(CheckpointMismatch, match=r"holds no weight of embed\.weight"):
             checkpoint.read("embed.weight", "weight", 0, 1, bytearray(2))
+    swap.write_bytes(bytes(8192))
+    with pytest.raises(CheckpointIncomplete, match=r"swap\.bin has another length: expected 4096 bytes, found 8192"):
+        open_checkpoint(path)
+    swap.unlink()
+    with pytest.raises(CheckpointIncomplete, match=r"swap\.bin is missing"):
+        open_checkpoint(path)
+    swap.write_bytes(bytes(4096))
     write_checkpoint(tmp_path / "run", fake_units(7), fake_state(7), keep=1)
     assert names_in(tmp_path / "run") == ["step-00000007"]
     assert swap.stat().st_size == 4096

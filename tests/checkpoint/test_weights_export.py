@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -79,7 +80,8 @@ def test_transformers_loads_single_and_sharded_exports(tmp_path: Path, max_shard
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    model: Any = GPT2LMHeadModel(config)
+    model.to(torch.bfloat16)
     config.save_pretrained(tmp_path)
     tensors = [
         (TensorSpec(name, "bfloat16", tuple(tensor.shape)), pieces_of(tensor, 1000))
@@ -89,7 +91,8 @@ def test_transformers_loads_single_and_sharded_exports(tmp_path: Path, max_shard
         tmp_path, tensors, aliases={"lm_head.weight": "transformer.wte.weight"}, metadata={}, max_shard_bytes=max_shard_bytes
     )
     assert (tmp_path / "model.safetensors").exists() == (max_shard_bytes == 1 << 30)
-    loaded, report = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    result: Any = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    loaded, report = result
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     for name, tensor in model.state_dict().items():
