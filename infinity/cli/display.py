@@ -1,0 +1,94 @@
+"""What a run looks like: one live line on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from infinity.byte_sizes import format_bytes
+from infinity.train.reporter import Progress, Reporter, Row, StepRecord
+
+_REFRESH_PER_SECOND = 4
+
+
+@contextmanager
+def open_display(console: Console | None = None) -> Iterator[Reporter]:
+    """Yield the display that suits the output; a live line is taken down at the end, however that comes."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield PlainDisplay(console)
+        return
+    with Live(Text(), console=console, refresh_per_second=_REFRESH_PER_SECOND, transient=True) as live:
+        yield LiveDisplay(PlainDisplay(console), live)
+
+
+class PlainDisplay:
+    """A line for everything that is said."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def plan(self, rows: Sequence[Row]) -> None:
+        self._console.print(_table("Plan", rows))
+
+    def phase(self, text: str) -> None:
+        self._console.print(Text(f"{text} ..."))
+
+    def step(self, record: StepRecord, progress: Progress) -> None:
+        self._console.print(Text(step_line(record, progress)))
+
+    def summary(self, rows: Sequence[Row]) -> None:
+        self._console.print(_table("Summary", rows))
+
+
+class LiveDisplay:
+    """Steps and phases share one line at the bottom; everything else is printed above it."""
+
+    def __init__(self, plain: PlainDisplay, live: Live) -> None:
+        self._live = live
+        self.note = plain.note
+        self.plan = plain.plan
+        self.summary = plain.summary
+
+    def phase(self, text: str) -> None:
+        self._live.update(Text(f"{text} ..."))
+
+    def step(self, record: StepRecord, progress: Progress) -> None:
+        self._live.update(Text(step_line(record, progress), no_wrap=True, overflow="ellipsis"))
+
+
+def step_line(record: StepRecord, progress: Progress) -> str:
+    """Return a finished step in one line."""
+    memory = format_bytes(progress.cpu_memory_bytes)
+    if progress.cpu_memory_budget_bytes is not None:
+        memory += f" of {format_bytes(progress.cpu_memory_budget_bytes)}"
+    parts = [
+        f"step {record.step}/{progress.num_steps}",
+        "skipped" if record.skipped else f"loss {record.loss:.4f}",
+        f"norm {record.grad_norm:.3f}" if record.grad_norm is not None else "",
+        f"lr {record.lr:.2e}",
+        f"{record.tokens_per_second:.0f} tokens/s",
+        f"read {format_bytes(record.nvme_read_bytes / record.step_seconds)}/s",
+        f"write {format_bytes(record.nvme_write_bytes / record.step_seconds)}/s",
+        f"memory {memory}",
+        f"{timedelta(seconds=round(progress.seconds_left))} left",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, title_style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(Text(row.name), Text(row.value))
+    return table

@@ -1,0 +1,42 @@
+"""The `infinity` command. Loads no torch until a command needs it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from infinity import __version__
+from infinity.cli.clean import clean
+from infinity.cli.train import train
+
+app = typer.Typer(
+    name="infinity",
+    help="Train models whose state is far larger than GPU memory and RAM, on one machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command(name="train")(train)
+app.command(name="clean")(clean)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"infinity {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    app()

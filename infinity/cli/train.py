@@ -1,0 +1,97 @@
+"""`infinity train`: options onto a configuration, then the preflight, then the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from infinity.cli import options as o
+from infinity.cli.failures import failures_explained
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.config import Layer
+
+_PRECISIONS = {"bf16": True, "fp32": False}
+
+
+def train(
+    nvme: o.Nvme = None,
+    model: o.Model = "gpt-25m",
+    data: o.Data = None,
+    eval_data: o.EvalData = None,
+    hold_out: o.HoldOut = 0.0,
+    eval_every: o.EvalEvery = None,
+    eval_batches: o.EvalBatches = 8,
+    config: o.ConfigFile = None,
+    set_: o.Set = None,
+    seed: o.Seed = None,
+    steps: o.Steps = 120,
+    micro_batch_size: o.MicroBatchSize = None,
+    micro_batches: o.MicroBatches = None,
+    seq_len: o.SeqLen = 256,
+    lr: o.Lr = None,
+    lr_schedule: o.LrSchedule = None,
+    warmup_steps: o.WarmupSteps = None,
+    weight_decay: o.WeightDecay = None,
+    grad_clip: o.GradClip = None,
+    precision: o.Precision = None,
+    schedule: o.Schedule = None,
+    check: o.Check = False,
+    cpu_memory: o.CpuMemory = None,
+    gpu_memory: o.GpuMemory = None,
+    offload_optimizer: o.OffloadOptimizer = None,
+    offload_params: o.OffloadParams = None,
+    output: o.OutputDir = None,
+    checkpoint_every: o.CheckpointEvery = None,
+    keep: o.Keep = 2,
+    resume: o.Resume = "auto",
+    save_weights: o.SaveWeights = False,
+) -> None:
+    """Train a built-in decoder on text. `--nvme DIR` alone is enough: everything else is chosen."""
+    flags = locals()
+    with failures_explained():
+        from infinity.cli.display import open_display
+        from infinity.train.options import TrainOptions, native_bf16, resolve_config
+        from infinity.train.preflight import check_run
+
+        layers = _layers(config, set_ or (), flags)
+        options = TrainOptions(
+            config=resolve_config(layers, model=model, steps=steps, has_native_bf16=native_bf16()),
+            model=model, steps=steps, seq_len=seq_len, data=tuple(data or ()), eval_data=eval_data, hold_out=hold_out,
+            eval_every=eval_every, eval_batches=eval_batches, output=output, checkpoint_every=checkpoint_every, keep=keep,
+            resume=resume, save_weights=save_weights,
+        )  # fmt: skip
+        with open_display() as display:
+            checked = check_run(options, display)
+            # These load torch: not before everything cheap was checked.
+            from infinity.train.assemble import open_training_engine
+            from infinity.train.loop import train as run
+
+            summary = run(checked, display, open_training_engine)
+    raise typer.Exit(summary.exit_code)
+
+
+def _layers(config: Path | None, assignments: Sequence[str], flags: Mapping[str, object]) -> list[Layer]:
+    """Return the user's layers, the weakest first: the file, then --set, then flags."""
+    from infinity.config import file_layer, flag_layer, set_layer
+
+    layers = [file_layer(config)] if config else []
+    layers += [set_layer(assignment) for assignment in assignments]
+    for name, (flag, key) in o.KEYS.items():
+        value = flags[name]
+        if value is not None and value is not False:
+            layers.append(flag_layer(flag, key, _precision(value) if name == "precision" else value))
+    return layers
+
+
+def _precision(name: object) -> bool:
+    if name not in _PRECISIONS:
+        near = get_close_matches(str(name), _PRECISIONS, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--precision: {name!r} is not known.", remedy=f"{hint}Known: {', '.join(_PRECISIONS)}.")
+    return _PRECISIONS[str(name)]

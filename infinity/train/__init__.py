@@ -1,0 +1,1 @@
+"""The main job: preflight, plan, the loop over steps, checkpoints, metrics and the summary. Words are the reporter's."""

@@ -1,0 +1,71 @@
+"""Puts a run's model and engine together: shapes on the meta device, then the plan, then unit by unit into the tiers."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.byte_sizes import format_bytes
+from infinity.engine import Engine, initialize
+from infinity.engine.build import plan_for
+from infinity.engine.cut import cut
+from infinity.models.gpt import build_meta_gpt, parameter_initializer
+from infinity.models.presets import activation_bytes, parameter_count
+from infinity.placement import Placement
+from infinity.train.preflight import Checked
+from infinity.train.reporter import Reporter, Row
+
+
+def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
+    """Show the plan and return the engine with its initial weights in place.
+
+    Raises DoesNotFit, SwapSpaceError, StorageError, OverBudget; nothing is left behind then.
+    """
+    config, options = checked.config, checked.options
+    dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    model = build_meta_gpt(checked.gpt, dtype)
+    is_vertical = config.infinity.schedule == "vertical"
+    activations = activation_bytes(
+        checked.gpt,
+        micro_batch_size=checked.batch.micro_batch_size,
+        seq_len=options.seq_len,
+        num_micro_batches=checked.batch.num_micro_batches if is_vertical else 1,
+        dtype_bytes=dtype.itemsize,
+    )
+    placement = Placement.from_config(config)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    plan = plan_for(cut(model, config), config, placement, device, activations)
+    reporter.plan((*_rows(checked), *(Row(name, value) for name, value in plan.lines())))
+    reporter.phase("Initialising")
+    return initialize(
+        model=model,
+        config=config,
+        placement=placement,
+        init=parameter_initializer(checked.gpt, config.seed),
+        activation_bytes=activations,
+        run_name=options.model,
+        num_steps=options.steps,
+    ).engine
+
+
+def _rows(checked: Checked) -> tuple[Row, ...]:
+    batch, options = checked.batch, checked.options
+    data = ", ".join(map(str, options.data)) or "the Python standard library's source"
+    rows = [
+        Row("model", f"{options.model}, {parameter_count(checked.gpt):,} parameters"),
+        Row("precision", "bf16 with a split fp32 master" if checked.config.bf16.enabled else "fp32"),
+        Row("data", f"{format_bytes(checked.corpus.num_bytes)} in {len(checked.corpus.sources)} files: {data}"),
+        Row(
+            "step",
+            f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {options.seq_len} tokens, "
+            f"{checked.config.infinity.schedule}",
+        ),
+        Row("output", str(checked.output.directory)),
+        Row("memory free", f"{format_bytes(checked.host_limit.num_bytes)} ({checked.host_limit.source})"),
+    ]
+    rows += [
+        Row("nvme", f"{facts.path} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
+        for facts in checked.directories
+    ]
+    if checked.probe is not None:
+        rows.append(Row("engine", f"{checked.probe.engine}, {'direct' if checked.probe.direct else 'buffered'}"))
+    return tuple(rows)

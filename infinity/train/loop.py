@@ -1,0 +1,204 @@
+"""The loop over steps, and what a run leaves on disk: plan.json, metrics.jsonl, checkpoints, summary.json, weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from numpy import uint8
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infinity import __version__
+from infinity.data.sampler import EvenWindows, RandomWindows
+from infinity.memory.limits import peak_rss_bytes
+from infinity.models.presets import parameter_count
+from infinity.states import Tier
+from infinity.telemetry.jsonl import JsonLines, open_jsonl
+from infinity.train.contract import TrainingEngine
+from infinity.train.output import held, write_json
+from infinity.train.position import Position, position_record, read_position
+from infinity.train.preflight import Checked
+from infinity.train.reporter import Progress, Reporter, StepRecord
+from infinity.train.stopping import StopRequest, stop_request
+from infinity.train.summary import Evaluation, Summary, Totals, mean, versions
+from infinity.train.weights import save_weights
+
+OpenEngine = Callable[[Checked, Reporter], TrainingEngine]
+
+
+def train(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summary:
+    """Train as `checked` says, from its checkpoint if it has one, and return what came of it.
+
+    SIGINT and SIGTERM end the run after the step in flight, with a checkpoint; Summary.exit_code says so. Raises
+    DoesNotFit, OverBudget, StorageError, CheckpointError, ModelError, DataError; Stopped for a signal that cannot wait.
+    """
+    output = checked.output
+    with stop_request(reporter.note) as request, held(output), contextlib.closing(open_engine(checked, reporter)) as engine:
+        position = _resume(checked, engine, reporter)
+        write_json(output.plan, engine.plan.to_json())
+        with open_jsonl(output.metrics) as metrics:
+            metrics.truncate_after(position.step)
+            loop = Loop(checked, engine, reporter, request, metrics, position)
+            loop.run()
+        summary = loop.finish()
+        write_json(output.summary, summary.as_json())
+    reporter.summary(summary.rows())
+    return summary
+
+
+class Loop:
+    """One run's steps. Owned by the training thread; after an error only the engine's `close` is of use."""
+
+    def __init__(
+        self, checked: Checked, engine: TrainingEngine, reporter: Reporter, request: StopRequest, metrics: JsonLines,
+        position: Position,
+    ) -> None:  # fmt: skip
+        self.position = position
+        self._checked = checked
+        self._engine = engine
+        self._reporter = reporter
+        self._request = request
+        self._metrics = metrics
+        self._totals = Totals()
+        self._evaluations: list[Evaluation] = []
+        self._saved: tuple[int, str] | None = None  # step, path
+        self._windows = RandomWindows(
+            checked.corpus, checked.config.seed, checked.options.seq_len, checked.batch.micro_batch_size
+        )
+
+    def run(self) -> None:
+        """Train until the last step or a signal; leave a checkpoint where one is due."""
+        options = self._checked.options
+        self._request.can_wait = True
+        while self.position.step < options.steps and self._request.signal is None:
+            self._step()
+            if options.checkpoint_every and self.position.step % options.checkpoint_every == 0:
+                self._save()
+            if options.eval_every and self.position.step % options.eval_every == 0:
+                self._evaluate()
+        if self._totals.steps and (self._request.signal or options.checkpoint_every):
+            self._save()
+
+    def finish(self) -> Summary:
+        """Evaluate and export, unless a signal ended the run, and sum up."""
+        weights = None
+        if self._request.signal is None:
+            self._evaluate()
+            if self._checked.options.save_weights:
+                self._reporter.phase("Writing the weights")
+                weights = str(save_weights(self._engine, self._checked.gpt, self._checked.output.weights))
+        return self._summary(weights)
+
+    def _step(self) -> None:
+        checked, step = self._checked, self.position.step
+        started = time.perf_counter()
+        result = self._engine.train_batch([
+            _micro_batch(self._windows.tokens(step, index), self._engine.device)
+            for index in range(checked.batch.num_micro_batches)
+        ])  # fmt: skip
+        seconds = time.perf_counter() - started
+        tokens = checked.batch.train_batch_size * checked.options.seq_len
+        self.position = Position(step + 1, self.position.tokens + tokens)
+        record = StepRecord(
+            step=step + 1, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, tokens=tokens, step_seconds=seconds,
+            tokens_per_second=tokens / seconds, nvme_read_bytes=result.nvme_read_bytes,
+            nvme_write_bytes=result.nvme_write_bytes, unit_loads=result.unit_loads,
+            cpu_memory_peak_bytes=self._engine.ledger.peak(Tier.CPU), rss_peak_bytes=peak_rss_bytes(),
+            skipped=result.skipped,
+        )  # fmt: skip
+        self._totals.add(record)
+        self._metrics.append(record.as_json())
+        if record.skipped:
+            self._reporter.note(f"Step {record.step} was skipped: its gradient is not finite. Weights and lr stay.")
+        self._reporter.step(record, self._progress())
+
+    def _progress(self) -> Progress:
+        ledger, num_steps = self._engine.ledger, self._checked.options.steps
+        return Progress(
+            num_steps=num_steps,
+            seconds_left=self._totals.seconds_left(num_steps - self.position.step),
+            cpu_memory_bytes=ledger.used(Tier.CPU),
+            cpu_memory_budget_bytes=ledger.budget(Tier.CPU),
+        )
+
+    def _save(self) -> None:
+        if self._saved is not None and self._saved[0] == self.position.step:
+            return
+        self._reporter.phase(f"Writing the checkpoint of step {self.position.step}")
+        path = self._engine.save_checkpoint(
+            self._checked.output.checkpoints,
+            extra=position_record(self.position, self._checked),
+            keep=self._checked.options.keep,
+        )
+        self._saved = (self.position.step, str(path))
+        self._reporter.note(f"Checkpoint of step {self.position.step}: {path}")
+
+    def _evaluate(self) -> None:
+        checked, step = self._checked, self.position.step
+        done = bool(self._evaluations) and self._evaluations[-1].step == step
+        if checked.eval_corpus is None or done:
+            return
+        self._reporter.phase("Evaluating")
+        windows = EvenWindows(
+            checked.eval_corpus, checked.options.seq_len, checked.batch.micro_batch_size, checked.options.eval_batches
+        )
+        self._engine.eval()
+        with torch.no_grad():
+            losses = [
+                float(self._engine(**_micro_batch(windows.tokens(index), self._engine.device)))
+                for index in range(windows.num_batches)
+            ]
+        self._engine.train()
+        self._evaluations.append(Evaluation(step, sum(losses) / len(losses)))
+        self._reporter.note(f"Evaluation after step {step}: {self._evaluations[-1].loss:.4f} nats per byte.")
+
+    def _summary(self, weights: str | None) -> Summary:
+        checked, totals, ledger = self._checked, self._totals, self._engine.ledger
+        return Summary(
+            model=checked.options.model,
+            parameters=parameter_count(checked.gpt),
+            steps=self.position.step,
+            steps_in_this_process=totals.steps,
+            skipped_steps=totals.skipped_steps,
+            final_loss=totals.last_loss,
+            mean_loss_of_last_steps=mean(totals.recent_losses),
+            evaluations=tuple(self._evaluations),
+            tokens=totals.tokens,
+            seconds=totals.seconds,
+            tokens_per_second=totals.tokens / totals.seconds if totals.seconds else 0.0,
+            nvme_read_bytes=totals.nvme_read_bytes,
+            nvme_write_bytes=totals.nvme_write_bytes,
+            unit_loads=totals.unit_loads,
+            cpu_memory_peak_bytes=ledger.peak(Tier.CPU),
+            rss_peak_bytes=peak_rss_bytes(),
+            placement=self._engine.plan.to_json(),
+            engine=checked.probe.engine if checked.probe else "none",
+            precision="bf16" if checked.config.bf16.enabled else "fp32",
+            resumed_from=str(checked.resume_from) if checked.resume_from else None,
+            checkpoint=self._saved[1] if self._saved else None,
+            weights=weights,
+            stopped_by=self._request.signal.name if self._request.signal else None,
+            exit_code=self._request.exit_code,
+            versions=versions(infinity=__version__, torch=torch.__version__),
+        )
+
+
+def _resume(checked: Checked, engine: TrainingEngine, reporter: Reporter) -> Position:
+    if checked.resume_from is None:
+        return Position()
+    reporter.phase(f"Reading the checkpoint {checked.resume_from}")
+    record: Mapping[str, object] = engine.load_checkpoint(checked.resume_from)
+    position, differences = read_position(record, checked)
+    for sentence in differences:
+        reporter.note(sentence)
+    reporter.note(f"Goes on after step {position.step}, from {checked.resume_from}.")
+    return position
+
+
+def _micro_batch(tokens: NDArray[uint8], device: torch.device) -> dict[str, Tensor]:
+    """Split [B, T + 1] bytes into tokens and targets, int64 [B, T] each."""
+    both = torch.from_numpy(tokens).to(device=device, dtype=torch.int64)
+    return {"tokens": both[:, :-1].contiguous(), "targets": both[:, 1:].contiguous()}

@@ -1,0 +1,95 @@
+"""What `infinity train` was asked for, and what it chooses where it was not; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import Config, Layer
+from infinity.errors import ConfigError
+from infinity.models.presets import parameter_count, preset
+
+DEFAULT_MODEL = "gpt-25m"
+DEFAULT_STEPS = 120
+DEFAULT_SEQ_LEN = 256
+DEFAULT_KEEP = 2
+DEFAULT_EVAL_BATCHES = 8
+
+_CHOSEN = "chosen by infinity train"
+_MICRO_BATCH_SIZE, _NUM_MICRO_BATCHES = 4, 2
+_WARMUP_STEPS = 10
+_MIN_LR_RATIO = 0.1
+# Peak learning rate by parameter count: smaller models bear larger ones.
+_LEARNING_RATES = ((60e6, 1e-3), (300e6, 6e-4), (3e9, 3e-4), (float("inf"), 1.5e-4))
+# As the kernel names what makes bf16 matrix products native (x86, Arm).
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """One training run of a built-in model."""
+
+    config: Config
+    model: str = DEFAULT_MODEL
+    steps: int = DEFAULT_STEPS
+    seq_len: int = DEFAULT_SEQ_LEN
+    data: tuple[Path, ...] = ()  # empty: the Python standard library's source
+    eval_data: Path | None = None
+    hold_out: float = 0.0  # share at the end of the data that is evaluated instead of trained on
+    eval_batches: int = DEFAULT_EVAL_BATCHES  # micro-batches of an evaluation
+    eval_every: int | None = None  # steps; None: at the end only
+    output: Path | None = None  # None: a new directory below runs/
+    checkpoint_every: int | None = None  # steps; None: only when a signal ends the run
+    keep: int = DEFAULT_KEEP  # newest checkpoints that stay
+    resume: str = "auto"  # "auto", "none" or the path of a checkpoint
+    save_weights: bool = False
+
+
+def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_native_bf16: bool) -> Config:
+    """Return the configuration that the user's `layers` mean, with everything they leave open chosen for the model.
+
+    Raises ConfigError for an unknown preset and for everything that Config refuses.
+    """
+    given = Config.from_layers(layers)
+    chosen: dict[str, object] = {
+        "bf16.enabled": has_native_bf16,
+        "optimizer.params.lr": _learning_rate(parameter_count(preset(model))),
+        "optimizer.params.betas": [0.9, 0.95],
+        "optimizer.params.weight_decay": 0.1,
+        "scheduler.type": "cosine",
+        "scheduler.params.min_ratio": _MIN_LR_RATIO,
+        "scheduler.params.warmup_num_steps": min(_WARMUP_STEPS, max(1, steps) // 4),
+        "scheduler.params.total_num_steps": max(1, steps),
+    }
+    if given.train_batch_size is None:
+        chosen["train_micro_batch_size_per_gpu"] = _MICRO_BATCH_SIZE
+        chosen["gradient_accumulation_steps"] = _NUM_MICRO_BATCHES
+    return Config.from_layers((Layer(_CHOSEN, chosen), *layers))
+
+
+def native_bf16(cpu_info: Path = _CPU_INFO) -> bool:
+    """Return whether this CPU multiplies bf16 matrices natively; without that fp32 is the faster choice."""
+    try:
+        words = cpu_info.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return False
+    return not _BF16_FLAGS.isdisjoint(words)
+
+
+def check_counts(options: TrainOptions) -> None:
+    """Raise ConfigError for a count below 1 or a share that leaves nothing."""
+    for name, value in (
+        ("--steps", options.steps), ("--seq-len", options.seq_len), ("--keep", options.keep),
+        ("--eval-batches", options.eval_batches), ("--eval-every", options.eval_every),
+        ("--checkpoint-every", options.checkpoint_every),
+    ):  # fmt: skip
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: {value} is too small.", remedy="Give at least 1.")
+    if not 0 <= options.hold_out < 1:
+        raise ConfigError(f"--hold-out: {options.hold_out} is no share.", remedy="Give a number from 0 to below 1.")
+
+
+def _learning_rate(num_parameters: int) -> float:
+    return next(rate for most, rate in _LEARNING_RATES if num_parameters <= most)

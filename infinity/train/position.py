@@ -1,0 +1,53 @@
+"""Where a run stands: the part of a checkpoint that belongs to the loop and not to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity.errors import CheckpointMismatch
+from infinity.train.preflight import Checked
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Steps and tokens that are done. Data need nothing more: a step's windows follow from its number."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+def position_record(position: Position, checked: Checked) -> dict[str, object]:
+    """Return what a checkpoint keeps, ready for JSON."""
+    return {"step": position.step, "tokens": position.tokens, **_data(checked)}
+
+
+def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Position, tuple[str, ...]]:
+    """Return the position and a sentence for each thing that makes the data differ from the checkpoint's run.
+
+    Raises CheckpointMismatch for a checkpoint that no training loop wrote.
+    """
+    step, tokens = record.get("step"), record.get("tokens")
+    if not isinstance(step, int) or not isinstance(tokens, int):
+        raise CheckpointMismatch(
+            f"{checked.resume_from} was not written by infinity train: it has no step and tokens of a training loop.",
+            remedy="Load it through the Python API.",
+        )
+    differences = tuple(
+        f"{name} was {record.get(name)} in the checkpoint and is {value} now: the run goes on, but not bit for bit."
+        for name, value in _data(checked).items()
+        if record.get(name) != value
+    )
+    return Position(step, tokens), differences
+
+
+def _data(checked: Checked) -> dict[str, object]:
+    """Return what decides which bytes a step reads; a run that goes on with others is told so."""
+    batch, options = checked.batch, checked.options
+    return {
+        "corpus_bytes": checked.corpus.num_bytes,
+        "seq_len": options.seq_len,
+        "micro_batch_size": batch.micro_batch_size,
+        "num_micro_batches": batch.num_micro_batches,
+        "seed": checked.config.seed,
+    }

@@ -1,0 +1,163 @@
+"""Everything that can be known before anything heavy starts: counts, data, paths, space, memory, I/O engine; torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.aio.select import Probe, probe
+from infinity.byte_sizes import format_bytes
+from infinity.checkpoint.completeness import latest, verify
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.config import BatchSizes, Config
+from infinity.data.corpus import Corpus, open_corpus, require_sequences, standard_library
+from infinity.errors import CheckpointError, ConfigError, SwapSpaceError
+from infinity.memory.limits import HostLimit, host_limit_bytes
+from infinity.models.presets import GPTConfig, parameter_count, preset
+from infinity.store.checks import DirectoryFacts, check_directory
+from infinity.store.directory import remove_dead_runs
+from infinity.train.options import TrainOptions, check_counts
+from infinity.train.output import Output, check_output, default_output
+from infinity.train.reporter import Reporter
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A run that may start, and what was found out about its surroundings."""
+
+    options: TrainOptions
+    gpt: GPTConfig
+    batch: BatchSizes
+    corpus: Corpus
+    eval_corpus: Corpus | None
+    output: Output
+    resume_from: Path | None
+    directories: tuple[DirectoryFacts, ...]
+    probe: Probe | None  # None when nothing may go to NVMe
+    host_limit: HostLimit
+
+    @property
+    def config(self) -> Config:
+        return self.options.config
+
+
+def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
+    """Check what `options` ask for and say what was chosen or is not available.
+
+    Raises ConfigError, DataError, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
+    """
+    check_counts(options)
+    gpt, batch = preset(options.model), options.config.batch(world_size=1)
+    for note in options.config.notes():
+        reporter.note(note)
+    corpus, eval_corpus = _open_data(options)
+    output = Output(options.output) if options.output else default_output(options.model)
+    check_output(output)
+    resume_from = _find_checkpoint(options.resume, output, reporter)
+    with ExitStack() as undo:
+        directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
+        _require_space(options.config, parameter_count(gpt), directories)
+        found = _probe(options.config, directories, reporter)
+        checked = Checked(
+            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, host_limit_bytes()
+        )
+        undo.pop_all()
+    return checked
+
+
+def least_nvme_bytes(config: Config, num_parameters: int) -> int:
+    """Return the bytes that the states forced to NVMe need at least: without padding, spill and checkpoints."""
+    zero, is_bf16 = config.zero_optimization, config.bf16.enabled
+    optimizer_bytes = 10 if is_bf16 else 8  # split master's low half and two moments; fp32 keeps no second master
+    weight_bytes = 2 if is_bf16 else 4
+    return num_parameters * (
+        optimizer_bytes * (zero.offload_optimizer.device == "nvme") + weight_bytes * (zero.offload_param.device == "nvme")
+    )
+
+
+def _open_data(options: TrainOptions) -> tuple[Corpus, Corpus | None]:
+    corpus = open_corpus(options.data) if options.data else standard_library()
+    eval_corpus = None
+    if options.eval_data is not None:
+        if options.hold_out:
+            raise ConfigError("--hold-out contradicts --eval-data.", remedy="Give one of them.")
+        eval_corpus = open_corpus((options.eval_data,))
+        require_sequences(eval_corpus, options.seq_len, "--eval-data")
+    elif options.hold_out:
+        corpus, eval_corpus = corpus.split(options.hold_out)
+        require_sequences(eval_corpus, options.seq_len, "--hold-out")
+    require_sequences(corpus, options.seq_len, "--data")
+    return corpus, eval_corpus
+
+
+def _find_checkpoint(resume: str, output: Output, reporter: Reporter) -> Path | None:
+    if resume not in ("auto", "none"):
+        return _named_checkpoint(Path(resume))
+    newest = latest(output.checkpoints)
+    for sentence in newest.passed_over:
+        reporter.note(sentence)
+    if newest.found is not None and resume == "none":
+        raise ConfigError(
+            f"--resume none: {output.checkpoints} holds checkpoints of an earlier run.",
+            remedy="Give another --output, or --resume auto to go on from them.",
+        )
+    return newest.found.path if newest.found else None
+
+
+def _named_checkpoint(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume: {path} is {'a file' if path.exists() else 'absent'}, not a checkpoint.",
+            remedy="Give a step-... directory, the directory that holds them, auto or none.",
+        )
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return verify(path).path
+    newest = latest(path)
+    if newest.found is None:
+        raise CheckpointError(
+            f"--resume: {path} holds no complete checkpoint. {' '.join(newest.passed_over)}".rstrip(),
+            remedy="Give a step-... directory, the directory that holds them, auto or none.",
+        )
+    return newest.found.path
+
+
+def _check_nvme(path: Path, undo: ExitStack, reporter: Reporter) -> DirectoryFacts:
+    is_new = not os.path.lexists(path)
+    facts = check_directory(path)
+    if is_new:
+        undo.callback(_remove_if_empty, path)
+    if facts.is_memory:
+        reporter.note(f"{path} is {facts.file_system}: this is RAM and not a disk, so it saves no memory.")
+    for removed in remove_dead_runs(facts.path):
+        reporter.note(f"Removed {removed.path}, the swap files of a dead run: {format_bytes(removed.num_bytes)}.")
+    return check_directory(path)  # with the space that this gave back
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _require_space(config: Config, num_parameters: int, directories: Iterable[DirectoryFacts]) -> None:
+    free_by_device = {facts.path.stat().st_dev: facts.free_bytes for facts in directories}
+    needed_bytes, free_bytes = least_nvme_bytes(config, num_parameters), sum(free_by_device.values())
+    if needed_bytes > free_bytes:
+        names = ", ".join(str(facts.path) for facts in directories)
+        raise SwapSpaceError(
+            f"NVMe directory {names}: the model's state needs {format_bytes(needed_bytes)} ({needed_bytes} bytes), "
+            f"{format_bytes(free_bytes)} ({free_bytes} bytes) are free.",
+            remedy="Free space, give a larger disk, or choose a smaller --model.",
+        )
+
+
+def _probe(config: Config, directories: Iterable[DirectoryFacts], reporter: Reporter) -> Probe | None:
+    found = None
+    for facts in directories:
+        found = probe(facts.path, config.infinity.engine)
+        for sentence in found.notes:
+            reporter.note(sentence)
+    return found

@@ -1,0 +1,57 @@
+"""SIGINT and SIGTERM: the first lets the step in flight end; the second, and one outside the loop, stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """The user stopped the run at once; `exit_code` is 128 + the signal's number, as shells report it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_code = 128 + number
+
+
+class StopRequest:
+    """Whether and how the user asked to stop. `can_wait` is true once steps are running."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.signal: signal.Signals | None = None
+        self.can_wait = False
+        self._announce = announce
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Take a signal; raises Stopped where it cannot wait for the end of a step."""
+        received = signal.Signals(number)
+        if not self.can_wait or self.signal is not None:
+            for other in _SIGNALS:  # one more ends the process, whatever it is doing
+                signal.signal(other, signal.SIG_DFL)
+            raise Stopped(received)
+        self.signal = received
+        self._announce(f"{received.name}: this step ends first, then a checkpoint is written. Once more stops at once.")
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal if self.signal else 0
+
+
+@contextmanager
+def stop_request(announce: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Handle both signals inside the block. Outside the main thread Python allows no handlers, so none are set."""
+    request = StopRequest(announce)
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, request.handle) for number in _SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,126 @@
+"""What a run came to: totals, peaks and where things lived, as summary.json and as rows to show."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from infinity.byte_sizes import format_bytes
+from infinity.train.reporter import Row, StepRecord
+
+_RECENT_STEPS = 10
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the steps of this process; `add` is called after each."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    nvme_read_bytes: int = 0
+    nvme_write_bytes: int = 0
+    unit_loads: int = 0
+    last_loss: float = math.nan
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.skipped_steps += record.skipped
+        self.tokens += record.tokens
+        self.seconds += record.step_seconds
+        self.nvme_read_bytes += record.nvme_read_bytes
+        self.nvme_write_bytes += record.nvme_write_bytes
+        self.unit_loads += record.unit_loads
+        self.last_loss = record.loss
+        self.recent_losses.append(record.loss)
+        self.recent_seconds.append(record.step_seconds)
+
+    def seconds_left(self, num_steps: int) -> float:
+        """Estimate the time of `num_steps` more steps from the recent ones."""
+        return num_steps * sum(self.recent_seconds) / max(1, len(self.recent_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A mean loss over the evaluation batches after some step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The content of summary.json. Totals are those of this process, without the steps before a resume."""
+
+    model: str
+    parameters: int
+    steps: int  # of the whole run
+    steps_in_this_process: int
+    skipped_steps: int
+    final_loss: float  # of the last step, nats per byte
+    mean_loss_of_last_steps: float  # over the last ten
+    evaluations: tuple[Evaluation, ...]
+    tokens: int
+    seconds: float  # in steps
+    tokens_per_second: float
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    unit_loads: int
+    cpu_memory_peak_bytes: int
+    rss_peak_bytes: int
+    placement: Mapping[str, object]
+    engine: str  # of reads and writes; "none" without NVMe
+    precision: str
+    resumed_from: str | None
+    checkpoint: str | None  # the last one that was written
+    weights: str | None
+    stopped_by: str | None  # name of the signal
+    exit_code: int
+    versions: Mapping[str, str]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the fields; a loss that is not finite is None."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the summary in words."""
+        rows = [
+            Row("Steps", f"{self.steps}" + (f", {self.skipped_steps} skipped" if self.skipped_steps else "")),
+            Row(
+                "Final loss",
+                f"{self.final_loss:.4f} nats per byte (mean of the last steps {self.mean_loss_of_last_steps:.4f})",
+            ),
+            *(
+                Row("Evaluation", f"{entry.loss:.4f} nats per byte after step {entry.step}")
+                for entry in self.evaluations[-1:]
+            ),
+            Row("Tokens", f"{self.tokens} in {self.seconds:.1f} s, {self.tokens_per_second:.0f} a second"),
+            Row("NVMe", f"{format_bytes(self.nvme_read_bytes)} read, {format_bytes(self.nvme_write_bytes)} written"),
+            Row(
+                "Memory peak", f"{format_bytes(self.cpu_memory_peak_bytes)} booked, {format_bytes(self.rss_peak_bytes)} RSS"
+            ),
+        ]
+        if self.checkpoint:
+            rows.append(Row("Checkpoint", self.checkpoint))
+        if self.weights:
+            rows.append(Row("Weights", self.weights))
+        return tuple(rows)
+
+
+def versions(**of_parts: str) -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {**of_parts, "python": platform.python_version(), "system": platform.platform()}
+
+
+def mean(values: deque[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

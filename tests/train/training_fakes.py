@@ -1,0 +1,164 @@
+"""An engine that trains one number, and a reporter that remembers, for the tests of the training loop."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.manifest import CheckpointState, Counters, Fingerprint
+from infinity.checkpoint.reader import open_checkpoint
+from infinity.checkpoint.specs import TensorSpec
+from infinity.checkpoint.writer import write_checkpoint
+from infinity.config import Layer
+from infinity.memory.ledger import Ledger
+from infinity.models.gpt import build_meta_gpt
+from infinity.models.presets import preset
+from infinity.states import Tier
+from infinity.train.options import TrainOptions, resolve_config
+from infinity.train.preflight import Checked
+from infinity.train.reporter import Progress, Reporter, Row, StepRecord
+
+STATE = TensorSpec("weight/state", "float64", ())
+
+
+@dataclass
+class Remembering:
+    """A reporter that keeps what it was told."""
+
+    notes: list[str] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def plan(self, rows: Sequence[Row]) -> None:
+        self.rows.extend(rows)
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def step(self, record: StepRecord, progress: Progress) -> None:
+        self.records.append(record)
+
+    def summary(self, rows: Sequence[Row]) -> None:
+        self.rows.extend(rows)
+
+
+class FakePlan:
+    """A plan that says only that it is none."""
+
+    def to_json(self) -> dict[str, object]:
+        return {"fake": True}
+
+
+@dataclass(frozen=True)
+class FakeResult:
+    """What a step returns."""
+
+    loss: float
+    grad_norm: float | None
+    lr: float
+    skipped: bool
+    unit_loads: int = 4
+    nvme_read_bytes: int = 100
+    nvme_write_bytes: int = 50
+
+
+@dataclass
+class FakeUnit:
+    """The one number as a unit of a checkpoint."""
+
+    state: float
+    name: str = "root"
+    specs: tuple[TensorSpec, ...] = (STATE,)
+
+    def pieces(self) -> Iterator[tuple[str, int, bytes]]:
+        yield STATE.name, 0, struct.pack("<d", self.state)
+
+
+class FakeEngine:
+    """Adds to one number what the tokens say; `skip_steps` are not finite, `step_seconds` is how long a step takes."""
+
+    def __init__(self, step_seconds: float = 0.0, skip_steps: Sequence[int] = (), fail_at: int | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.ledger = Ledger({Tier.CPU: 1 << 30})
+        self.plan = FakePlan()
+        self.state = 0.0
+        self.steps = 0
+        self.closed = False
+        self.evaluated: list[int] = []
+        self._training = True
+        self._step_seconds = step_seconds
+        self._skip_steps = set(skip_steps)
+        self._fail_at = fail_at
+
+    def train_batch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> FakeResult:
+        self.steps += 1
+        if self.steps == self._fail_at:
+            raise OSError(28, "No space left on device")
+        time.sleep(self._step_seconds)
+        for index, micro_batch in enumerate(micro_batches):
+            tokens, targets = micro_batch["tokens"], micro_batch["targets"]
+            assert tokens.dtype == targets.dtype == torch.int64
+            assert torch.equal(tokens[:, 1:], targets[:, :-1])
+            self.state += float(tokens.double().mean()) * (index + 1)
+        if self.steps in self._skip_steps:
+            return FakeResult(float("nan"), float("inf"), 0.1, skipped=True)
+        return FakeResult(1.0 / self.state, 2.0, 0.1, skipped=False)
+
+    def __call__(self, *, tokens: Tensor, targets: Tensor) -> Tensor:
+        assert not self._training
+        assert not torch.is_grad_enabled()
+        self.evaluated.append(int(tokens[0, 0]))
+        return targets.double().mean()
+
+    def train(self) -> None:
+        self._training = True
+
+    def eval(self) -> None:
+        self._training = False
+
+    def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
+        counters = Counters(self.steps, self.steps, 0, self.steps, {})
+        state = CheckpointState(Fingerprint((), {}), "fp32", counters, dict(extra), None)
+        return write_checkpoint(directory, [FakeUnit(self.state)], state, keep=keep)
+
+    def load_checkpoint(self, path: Path) -> Mapping[str, Any]:
+        with open_checkpoint(path) as checkpoint:
+            into = bytearray(8)
+            checkpoint.read("state", "weight", 0, 1, into)
+            self.state = struct.unpack("<d", into)[0]
+            self.steps = checkpoint.state.counters.global_step
+            return checkpoint.state.data_position
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, shape in reversed(list(build_meta_gpt(preset("gpt-1m"), torch.float32).named_parameters())):
+            yield name, torch.full(shape.shape, float(len(name)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_options(output: Path, data: Path, **changes: Any) -> TrainOptions:
+    """Return options of a tiny run on `data` into `output`."""
+    steps = changes.pop("steps", 6)
+    layer = Layer("test", {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "bf16.enabled": False})
+    config = resolve_config([layer], model="gpt-1m", steps=steps, has_native_bf16=False)
+    return TrainOptions(config=config, model="gpt-1m", steps=steps, seq_len=16, data=(data,), output=output, **changes)
+
+
+def opener(engine: FakeEngine) -> Any:
+    """Return what the loop opens its engine with."""
+
+    def open_engine(checked: Checked, reporter: Reporter) -> FakeEngine:
+        return engine
+
+    return open_engine
