@@ -43,8 +43,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `<directory>/step-<global step>` and return its path.
 
-    `swap_files` are the store's files, already on disk, that take the place of units (a commit in place). With the store's own
-    commit record among them, the checkpoint stops being complete as soon as the store writes to its files again.
+    `swap_files` are the store's files, on disk already, that take the place of units (a commit in place). With the store's
+    own commit record among them, the checkpoint stops being complete as soon as the store writes to its files again.
     With `keep`, only that many complete checkpoints remain, the new one among them; swap files are never removed. A
     checkpoint of the same step is replaced in one atomic rename.
 
