@@ -49,8 +49,8 @@ def write_checkpoint(
     checkpoint of the same step is replaced in one atomic rename.
 
     Raises SwapSpaceError (before writing, with needed and free bytes, or when the disk fills), StorageError,
-    CheckpointError when a source does not give every element once. After any error nothing of the new checkpoint is left and
-    the earlier ones are untouched.
+    CheckpointError when a source does not give every element once. After an error the earlier
+    checkpoints are untouched and of the new one nothing is left, unless it was complete and only removing old ones failed.
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep is {keep}: at least the checkpoint just written must stay.", remedy="Give 1 or more.")
