@@ -1,4 +1,4 @@
-"""Train the job with DeepSpeed ZeRO-3 and its optimizer on NVMe; runs inside DeepSpeed's own virtual environment."""
+"""Train the job with DeepSpeed ZeRO-3, optimizer on NVMe, parameters in RAM; runs inside its own virtual environment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mlp_job import (
     LEARNING_RATE,
     NUM_BLOCKS,
     NUM_ROWS,
+    WEIGHT_DECAY,
     Job,
     fill_reproducibly,
     fixed_batch,
@@ -27,7 +28,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, object]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": GRADIENT_CLIP,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": arguments.sub_group_size,
@@ -38,7 +39,6 @@ def configuration(arguments: argparse.Namespace) -> dict[str, object]:
                 "pipeline_read": arguments.pipeline,
                 "pipeline_write": arguments.pipeline,
             },
-            "offload_param": {"device": arguments.offload_params},
         },
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True},
         "steps_per_print": 1_000_000,
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--buffer-count", type=int, required=True)
     parser.add_argument("--sub-group-size", type=int, required=True)
     parser.add_argument("--pipeline", action="store_true")
-    parser.add_argument("--offload-params", choices=("none", "cpu"), default="none")
     arguments = parser.parse_args()
 
     config = configuration(arguments)

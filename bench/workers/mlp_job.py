@@ -18,6 +18,7 @@ WIDTH = 2048
 HIDDEN = 8192
 NUM_ROWS = 4
 LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 0.01
 GRADIENT_CLIP = 1.0
 SEED = 17
 
@@ -56,14 +57,14 @@ def fixed_batch() -> tuple[Tensor, Tensor]:
 
 
 def fill_reproducibly(name: str, parameter: Tensor) -> None:
-    """Fill one parameter with values that depend on its name alone, so that both sides start from the same weights."""
+    """Fill one parameter with bf16 values that depend on its name alone, so that both sides start from the same weights."""
     if "norm" in name:
         parameter.fill_(1.0 if name.endswith("weight") else 0.0)
     elif name.endswith("bias"):
         parameter.zero_()
     else:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.02))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.02).bfloat16())
 
 
 def peak_rss_bytes() -> int:
