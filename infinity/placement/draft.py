@@ -23,6 +23,8 @@ class Draft:
     has_free_tiles: bool  # the tiles outside both are undecided, not asked to be on NVMe
     gpu_state_bytes: int
     cpu_state_bytes: int
+    nvme_state_bytes: int
+    largest_tile_bytes: int
     waiting_bytes: int  # its gradient, or its fp32 sums
 
     @property
@@ -32,12 +34,14 @@ class Draft:
     def with_tiles(self, gpu_tiles: tuple[int, ...], cpu_tiles: tuple[int, ...]) -> Draft:
         """Return the draft with these tiles resident."""
         sizes = self.unit.tile_bytes
+        gpu_bytes, cpu_bytes = sum(sizes[tile] for tile in gpu_tiles), sum(sizes[tile] for tile in cpu_tiles)
         return replace(
             self,
             gpu_tiles=tuple(sorted(gpu_tiles)),
             cpu_tiles=tuple(sorted(cpu_tiles)),
-            gpu_state_bytes=sum(sizes[tile] for tile in gpu_tiles),
-            cpu_state_bytes=sum(sizes[tile] for tile in cpu_tiles),
+            gpu_state_bytes=gpu_bytes,
+            cpu_state_bytes=cpu_bytes,
+            nvme_state_bytes=self.unit.state_bytes - gpu_bytes - cpu_bytes,
         )
 
 
@@ -53,6 +57,8 @@ def draft_unit(unit: UnitSize, asked: UnitPlacement, request: PlanRequest) -> Dr
         has_free_tiles=asked.optim == AUTO,
         gpu_state_bytes=0,
         cpu_state_bytes=0,
+        nvme_state_bytes=unit.state_bytes,
+        largest_tile_bytes=max(unit.tile_bytes, default=0),
         waiting_bytes=round_up(unit.num_state_elements * request.waiting_element_bytes(unit), PAGE_BYTES),
     )
     if not draft.waiting_bytes:  # nothing to train, nothing waits

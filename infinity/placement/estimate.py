@@ -22,7 +22,7 @@ def memory_lines(request: PlanRequest, drafts: Sequence[Draft], *, num_tile_slot
     ):
         lines.append(MemoryLine(tier, Owner.OPTIMIZER, num_bytes, "resident tiles of master weights and moments"))
     if any(draft.has_nvme_tiles for draft in drafts):
-        slot_bytes = tile_slot_bytes(request)
+        slot_bytes = tile_slot_bytes(drafts)
         counts = f"{num_tile_slots} buffers of {format_bytes(slot_bytes)} that tiles stream through"
         lines.append(MemoryLine(Tier.CPU, Owner.TILE_SLOTS, num_tile_slots * slot_bytes, counts))
     lines.append(_activation_line(request, drafts))
@@ -48,7 +48,7 @@ def host_weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[in
     sizes = [
         draft.unit.weight_bytes
         for draft in drafts
-        if draft.params in (None, Tier.NVME) or (draft.params is Tier.GPU and draft.gpu_state_bytes < draft.unit.state_bytes)
+        if draft.params in (None, Tier.NVME) or (draft.params is Tier.GPU and draft.cpu_state_bytes + draft.nvme_state_bytes)
     ]
     return min(len(sizes), request.num_weight_slots), max(sizes, default=0)
 
@@ -63,14 +63,14 @@ def tile_gradient_bytes(request: PlanRequest) -> int:
     return round_up(request.tile_elements * request.grad_element_bytes, PAGE_BYTES) + PAGE_BYTES
 
 
-def tile_slot_bytes(request: PlanRequest) -> int:
-    """Return the bytes of the largest tile."""
-    return max((max(unit.tile_bytes, default=0) for unit in request.units), default=0)
+def tile_slot_bytes(drafts: Sequence[Draft]) -> int:
+    """Return the bytes of the largest tile of any unit."""
+    return max((draft.largest_tile_bytes for draft in drafts), default=0)
 
 
 def traffic_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[TrafficLine, ...]:
     """Return the NVMe bytes of one step: V_r and V_w, by state."""
-    state = sum(_nvme_state_bytes(draft) for draft in drafts)
+    state = sum(draft.nvme_state_bytes for draft in drafts)
     spilled = [draft for draft in drafts if draft.grads in (None, Tier.NVME)]
     finished = sum(round_up(d.unit.num_state_elements * request.grad_element_bytes, PAGE_BYTES) for d in spilled)
     sums = sum(d.waiting_bytes for d in spilled) * (request.num_micro_batches - 1) if request.keeps_sums else 0
@@ -85,7 +85,7 @@ def traffic_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[Traffi
 def disk_lines(drafts: Sequence[Draft]) -> tuple[DiskLine, ...]:
     """Return the bytes that each state takes on NVMe."""
     lines = (
-        DiskLine("optimizer state", sum(_nvme_state_bytes(draft) for draft in drafts)),
+        DiskLine("optimizer state", sum(draft.nvme_state_bytes for draft in drafts)),
         DiskLine("weights", _nvme_weight_bytes(drafts)),
         DiskLine("gradients", sum(d.waiting_bytes for d in drafts if d.grads in (None, Tier.NVME))),
     )
@@ -178,7 +178,3 @@ def _weight_traffic(request: PlanRequest, drafts: Sequence[Draft]) -> TrafficLin
 
 def _nvme_weight_bytes(drafts: Sequence[Draft]) -> int:
     return sum(draft.unit.weight_bytes for draft in drafts if draft.params in (None, Tier.NVME))
-
-
-def _nvme_state_bytes(draft: Draft) -> int:
-    return draft.unit.state_bytes - draft.gpu_state_bytes - draft.cpu_state_bytes

@@ -90,7 +90,7 @@ def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) 
         num_host_weight_slots=num_host_slots,
         host_weight_slot_bytes=host_slot_bytes,
         num_tile_slots=num_tile_slots if streams_tiles else 0,
-        tile_slot_bytes=tile_slot_bytes(request) if streams_tiles else 0,
+        tile_slot_bytes=tile_slot_bytes(drafts) if streams_tiles else 0,
         num_gradient_slots=1 if gradient_bytes else 0,
         gradient_slot_bytes=gradient_bytes,
         tile_gradient_bytes=tile_gradient_bytes(request) if gradient_bytes else 0,

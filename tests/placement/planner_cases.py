@@ -1,0 +1,116 @@
+"""Units and requests for the planner's tests: fixed ones, and hypothesis strategies."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from infinity.byte_sizes import GIB, MIB, PAGE_BYTES, round_up
+from infinity.placement import Placement, PlanRequest, Schedule, UnitSize
+
+STATE_ELEMENT_BYTES = 10  # bf16: low half of the master, two moments
+TILE_ELEMENTS = 8 * MIB // STATE_ELEMENT_BYTES // 4096 * 4096
+
+
+def unit_size(
+    name: str,
+    num_elements: int,
+    *,
+    tile_elements: int = TILE_ELEMENTS,
+    visits: int = 1,
+    kept_bytes: int = 0,
+    is_root: bool = False,
+) -> UnitSize:
+    """A bf16 unit with one trainable parameter and one bias."""
+    lengths = [min(tile_elements, num_elements - start) for start in range(0, num_elements, tile_elements)]
+    weight_bytes = round_up(2 * num_elements, PAGE_BYTES)
+    return UnitSize(
+        name=name,
+        parameter_names=(f"{name}.weight", f"{name}.bias"),
+        weight_bytes=weight_bytes,
+        gathered_weight_bytes=weight_bytes,
+        num_state_elements=num_elements,
+        num_gradient_elements=num_elements,
+        tile_bytes=tuple(round_up(length * STATE_ELEMENT_BYTES, PAGE_BYTES) for length in lengths),
+        visits=visits,
+        kept_bytes=kept_bytes,
+        is_root=is_root,
+    )
+
+
+def decoder_400m() -> tuple[UnitSize, ...]:
+    """403 M parameters as in a byte-level decoder of 24 blocks: embedding, blocks, head, and a root of one norm."""
+    blocks = [unit_size(f"blocks.{index}", 16_780_000 // 64 * 64) for index in range(24)]
+    return (unit_size("embed", 257 * 1024), *blocks, unit_size("head", 257 * 1024), unit_size("root", 1024, is_root=True))
+
+
+def request_400m(cpu_memory_bytes: int = GIB, placement: Placement | None = None, **changes: object) -> PlanRequest:
+    """The 403 M decoder in bf16 with four micro-batches on a machine without a GPU."""
+    values: dict[str, object] = {
+        "units": decoder_400m(),
+        "placement": placement or Placement(),
+        "cpu_memory_bytes": cpu_memory_bytes,
+        "gpu_memory_bytes": None,
+        "num_micro_batches": 4,
+        "activation_bytes": 64 * MIB,
+        "grad_element_bytes": 2,
+        "tile_elements": TILE_ELEMENTS,
+    }
+    return PlanRequest(**(values | changes))  # type: ignore[arg-type]
+
+
+@st.composite
+def unit_lists(draw: st.DrawFn) -> tuple[UnitSize, ...]:
+    """A few units of very different sizes, some called twice, some with kept activations, sometimes a root."""
+    num_units = draw(st.integers(1, 5))
+    units = [
+        unit_size(
+            f"u{index}",
+            64 * draw(st.integers(1, 3000)),
+            tile_elements=8192,
+            visits=draw(st.sampled_from([1, 1, 1, 2])),
+            kept_bytes=draw(st.sampled_from([0, 0, 5000, 300_000])),
+        )
+        for index in range(num_units)
+    ]
+    if draw(st.booleans()):
+        units.append(unit_size("root", 64 * draw(st.integers(1, 100)), tile_elements=8192, is_root=True))
+    return tuple(units)
+
+
+TIER_WORDS = ["auto", "gpu", "cpu", "nvme"]
+OPTIM_WORDS = [*TIER_WORDS, {"cpu": 0.5, "nvme": 0.5}, {"gpu": 0.25, "cpu": 0.25, "nvme": 0.5}]
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Anything that may be asked for all units, and something else for the first."""
+    placement = Placement()
+    for pattern in ("*", "u0"):
+        if draw(st.booleans()):
+            placement = placement.override(
+                pattern,
+                optim=draw(st.sampled_from(OPTIM_WORDS)),
+                params=draw(st.sampled_from(TIER_WORDS)),
+                grads=draw(st.sampled_from(TIER_WORDS)),
+            )
+    return placement
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> PlanRequest:
+    """A request with a budget of 4 MiB; tests replace it."""
+    return PlanRequest(
+        units=draw(unit_lists()),
+        placement=draw(placements()),
+        cpu_memory_bytes=4 * MIB,
+        gpu_memory_bytes=draw(st.sampled_from([None, None, None, 2 * MIB, 16 * MIB])),
+        num_micro_batches=draw(st.sampled_from([1, 4])),
+        activation_bytes=draw(st.sampled_from([0, 100_000])),
+        grad_element_bytes=draw(st.sampled_from([2, 4])),
+        tile_elements=8192,
+        max_tile_slots=draw(st.sampled_from([3, 5])),
+        num_weight_slots=draw(st.sampled_from([2, 3])),
+        schedule=draw(st.sampled_from(list(Schedule))),
+        recompute=draw(st.booleans()),
+        root_bytes=draw(st.sampled_from([0, 70_000])),
+    )
