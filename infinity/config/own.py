@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infinity.byte_sizes import MIB, PAGE_BYTES
+from infinity.byte_sizes import MIB
 from infinity.config.section import Count, Directories, GradDtype, Section, Size, Words
-
-ALIGN_ELEMENTS = 64  # of every parameter in a shard
 
 
 class InfinitySection(Section):
@@ -29,10 +27,3 @@ class InfinitySection(Section):
     recompute: bool = False  # rerun also the units whose weights are resident
     units: Words = ()  # class names or name patterns of the modules that are units; empty: found by structure
     deterministic: bool = False
-
-    def tile_elements(self, state_element_bytes: int) -> int:
-        """Return the elements of a tile whose state takes `state_element_bytes` for each: whole pages in every plane where
-        `tile_bytes` allows it, at least the 64 by which shards are aligned."""
-        fitting = self.tile_bytes // state_element_bytes
-        multiple = PAGE_BYTES if fitting >= PAGE_BYTES else ALIGN_ELEMENTS
-        return max(fitting - fitting % multiple, ALIGN_ELEMENTS)

@@ -1,4 +1,4 @@
-"""What the sections mean together: the batch triple, the optimizer's defaults, directories, gradients, tiles."""
+"""What the sections mean together: the batch triple, the optimizer's defaults, directories, gradients."""
 
 from __future__ import annotations
 
@@ -90,16 +90,6 @@ def test_gradient_dtype_follows_the_precision_unless_it_is_set() -> None:
     assert Config.from_any({"bf16.enabled": True}).grad_dtype == "bf16"
     assert Config.from_any({"bf16.enabled": True, "infinity.grad_dtype": "fp32"}).grad_dtype == "fp32"
     assert Config.from_any({"bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"}).grad_dtype == "fp32"
-
-
-@given(tile_bytes=st.integers(1, 1 << 26), element_bytes=st.sampled_from([8, 10]))
-def test_tiles_are_aligned_and_keep_to_their_size(tile_bytes: int, element_bytes: int) -> None:
-    """A tile has a multiple of 64 elements, whole pages in every plane when it is large, and fits tile_bytes when it can."""
-    num_elements = Config.from_any({"infinity.tile_bytes": tile_bytes}).infinity.tile_elements(element_bytes)
-    assert num_elements >= 64
-    assert num_elements % 64 == 0
-    assert num_elements == 64 or num_elements * element_bytes <= tile_bytes
-    assert tile_bytes < 4096 * element_bytes or num_elements % 4096 == 0
 
 
 def test_whole_floats_are_counts() -> None:
