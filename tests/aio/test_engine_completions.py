@@ -30,17 +30,19 @@ def failure(engine: Engine, request: object) -> StorageError:
 
 
 def test_an_error_fails_its_request_only(faulty: Callable[..., Engine], file: DirectFile) -> None:
-    """C11: EIO fails the request with operation, path, offset, length and errno; the next request works."""
-    engine, memory = faulty({1: -errno.EIO}), Memory(6 * PAGE)
+    """C11: EIO fails the request with operation, path, offset, length and errno; those queued behind it are served."""
+    engine, memory, back = faulty({1: -errno.EIO}), Memory(6 * PAGE), Memory(6 * PAGE)
     data = memory.fill()
-    error = failure(engine, memory.write(file, 8 * PAGE))
-    assert error.errno == errno.EIO
-    assert f"write of {4 * PAGE} bytes at offset {10 * PAGE} of {file.path}" in str(error)
-    assert error.remedy
+    failing, *behind = engine.submit([memory.write(file, 8 * PAGE), memory.write(file, 0), memory.write(file, 2 * PAGE)])
+    with pytest.raises(StorageError) as caught:
+        failing.wait()
+    assert caught.value.errno == errno.EIO
+    assert f"write of {4 * PAGE} bytes at offset {10 * PAGE} of {file.path}" in str(caught.value)
+    assert caught.value.remedy
+    for handle in behind:
+        handle.wait()
     assert os.fstat(file.fd).st_size == 12 * PAGE  # the third piece was never issued
-    engine.submit([memory.write(file, 0)])[0].wait()
-    back = Memory(6 * PAGE)
-    engine.submit([back.read(file, 0)])[0].wait()
+    engine.submit([back.read(file, 2 * PAGE)])[0].wait()
     assert back.map[:] == data
     engine.close()
 
