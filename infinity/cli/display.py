@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from infinity.byte_sizes import format_bytes
@@ -38,7 +37,7 @@ class PlainDisplay:
         self._console.print(Text(text))
 
     def plan(self, rows: Sequence[Row]) -> None:
-        self._console.print(_table("Plan", rows))
+        self._console.print(_listing("Plan", rows))
 
     def phase(self, text: str) -> None:
         self._console.print(Text(f"{text} ..."))
@@ -47,7 +46,7 @@ class PlainDisplay:
         self._console.print(Text(step_line(record, progress)))
 
     def summary(self, rows: Sequence[Row]) -> None:
-        self._console.print(_table("Summary", rows))
+        self._console.print(_listing("Summary", rows))
 
 
 class LiveDisplay:
@@ -85,10 +84,6 @@ def step_line(record: StepRecord, progress: Progress) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, title_style="bold")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(Text(row.name), Text(row.value))
-    return table
+def _listing(title: str, rows: Sequence[Row]) -> Text:
+    width = max((len(row.name) for row in rows), default=0)
+    return Text("\n").join([Text(title, style="bold"), *(Text(f"  {row.name:<{width}}  {row.value}") for row in rows)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from numpy import uint8
@@ -65,6 +66,7 @@ class Loop:
         self._totals = Totals()
         self._evaluations: list[Evaluation] = []
         self._saved: tuple[int, str] | None = None  # step, path
+        self._carried: Counter[str] = Counter()  # counted between two steps; belongs to the first, is shown with the second
         self._windows = RandomWindows(
             checked.corpus, checked.config.seed, checked.options.seq_len, checked.batch.micro_batch_size
         )
@@ -84,6 +86,7 @@ class Loop:
 
     def finish(self) -> Summary:
         """Evaluate and export, unless a signal ended the run, and sum up."""
+        self._settle()
         weights = None
         if self._request.signal is None:
             self._evaluate()
@@ -102,10 +105,11 @@ class Loop:
         seconds = time.perf_counter() - started
         tokens = checked.batch.train_batch_size * checked.options.seq_len
         self.position = Position(step + 1, self.position.tokens + tokens)
+        carried, self._carried = self._carried, Counter()
         record = StepRecord(
             step=step + 1, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, tokens=tokens, step_seconds=seconds,
-            tokens_per_second=tokens / seconds, nvme_read_bytes=result.nvme_read_bytes,
-            nvme_write_bytes=result.nvme_write_bytes, unit_loads=result.unit_loads,
+            tokens_per_second=tokens / seconds, nvme_read_bytes=result.nvme_read_bytes + carried["nvme_read_bytes"],
+            nvme_write_bytes=result.nvme_write_bytes + carried["nvme_write_bytes"], unit_loads=result.unit_loads,
             cpu_memory_peak_bytes=self._engine.ledger.peak(Tier.CPU), rss_peak_bytes=peak_rss_bytes(),
             skipped=result.skipped,
         )  # fmt: skip
@@ -128,11 +132,12 @@ class Loop:
         if self._saved is not None and self._saved[0] == self.position.step:
             return
         self._reporter.phase(f"Writing the checkpoint of step {self.position.step}")
-        path = self._engine.save_checkpoint(
-            self._checked.output.checkpoints,
-            extra=position_record(self.position, self._checked),
-            keep=self._checked.options.keep,
-        )
+        with self._interlude():
+            path = self._engine.save_checkpoint(
+                self._checked.output.checkpoints,
+                extra=position_record(self.position, self._checked),
+                keep=self._checked.options.keep,
+            )
         self._saved = (self.position.step, str(path))
         self._reporter.note(f"Checkpoint of step {self.position.step}: {path}")
 
@@ -145,15 +150,27 @@ class Loop:
         windows = EvenWindows(
             checked.eval_corpus, checked.options.seq_len, checked.batch.micro_batch_size, checked.options.eval_batches
         )
-        self._engine.eval()
-        with torch.no_grad():
-            losses = [
-                float(self._engine(**_micro_batch(windows.tokens(index), self._engine.device)))
-                for index in range(windows.num_batches)
-            ]
-        self._engine.train()
+        with self._interlude():
+            self._engine.eval()
+            with torch.no_grad():
+                losses = [
+                    float(self._engine(**_micro_batch(windows.tokens(index), self._engine.device)))
+                    for index in range(windows.num_batches)
+                ]
+            self._engine.train()
         self._evaluations.append(Evaluation(step, sum(losses) / len(losses)))
         self._reporter.note(f"Evaluation after step {step}: {self._evaluations[-1].loss:.4f} nats per byte.")
+
+    @contextlib.contextmanager
+    def _interlude(self) -> Iterator[None]:
+        """Keep the bytes of a checkpoint or an evaluation out of the steps' counts, but not those of a pending update."""
+        self._settle()
+        yield
+        self._engine.recorder.take_counters()
+
+    def _settle(self) -> None:
+        self._engine.synchronize()
+        self._carried.update(self._engine.recorder.take_counters())
 
     def _summary(self, weights: str | None) -> Summary:
         checked, totals, ledger = self._checked, self._totals, self._engine.ledger
@@ -169,8 +186,8 @@ class Loop:
             tokens=totals.tokens,
             seconds=totals.seconds,
             tokens_per_second=totals.tokens / totals.seconds if totals.seconds else 0.0,
-            nvme_read_bytes=totals.nvme_read_bytes,
-            nvme_write_bytes=totals.nvme_write_bytes,
+            nvme_read_bytes=totals.nvme_read_bytes + self._carried["nvme_read_bytes"],
+            nvme_write_bytes=totals.nvme_write_bytes + self._carried["nvme_write_bytes"],
             unit_loads=totals.unit_loads,
             cpu_memory_peak_bytes=ledger.peak(Tier.CPU),
             rss_peak_bytes=peak_rss_bytes(),

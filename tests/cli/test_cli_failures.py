@@ -59,7 +59,8 @@ BAD_INPUT = {
     "checkpoint that is a file": (["--resume", "short"], 7, "short is a file", "step-"),
     "checkpoint that is foreign": (["--resume", "step-00000001"], 7, "step-00000001", ""),
     "more state than disk": (
-        ["--model", "gpt-70b", "--offload-optimizer", "nvme", "--offload-params", "nvme", "--nvme", "new"], 5, "GiB", "are free",
+        ["--model", "gpt-70b", "--offload-optimizer", "nvme", "--offload-params", "nvme", "--nvme", "new"],
+        5, "783.06 GiB", "smaller --model",
     ),
 }  # fmt: skip
 

@@ -11,7 +11,8 @@ from infinity.train.reporter import Progress, Row, StepRecord
 
 RECORD = StepRecord(
     step=7, loss=2.5, grad_norm=0.75, lr=1e-3, tokens=2048, step_seconds=0.5, tokens_per_second=4096.0,
-    nvme_read_bytes=1 << 30, nvme_write_bytes=1 << 29, unit_loads=20, cpu_memory_peak_bytes=0, rss_peak_bytes=0, skipped=False,
+    nvme_read_bytes=1 << 30, nvme_write_bytes=1 << 29, unit_loads=20, cpu_memory_peak_bytes=0, rss_peak_bytes=0,
+    skipped=False,
 )  # fmt: skip
 PROGRESS = Progress(num_steps=100, seconds_left=3723.0, cpu_memory_bytes=1 << 30, cpu_memory_budget_bytes=2 << 30)
 
@@ -19,8 +20,8 @@ PROGRESS = Progress(num_steps=100, seconds_left=3723.0, cpu_memory_bytes=1 << 30
 def test_a_step_line_says_everything_that_was_promised() -> None:
     """Step, loss, norm, lr, tokens/s, read and write rate, memory of budget and time left are in one line."""
     line = step_line(RECORD, PROGRESS)
-    for part in ("step 7/100", "loss 2.5000", "norm 0.750", "lr 1.00e-03", "4096 tokens/s", "read 2.00 GiB/s", "write 1.00 GiB/s",
-                 "memory 1.00 GiB of 2.00 GiB", "1:02:03 left"):  # fmt: skip
+    for part in ("step 7/100", "loss 2.5000", "norm 0.750", "lr 1.00e-03", "4096 tokens/s", "read 2.00 GiB/s",
+                 "write 1.00 GiB/s", "memory 1.00 GiB of 2.00 GiB", "1:02:03 left"):  # fmt: skip
         assert part in line
     assert "\n" not in line
 

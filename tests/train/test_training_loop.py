@@ -68,6 +68,14 @@ def test_a_run_leaves_plan_metrics_and_summary(tmp_path: Path, data: Path) -> No
     assert summary.exit_code == 0
 
 
+def test_bytes_are_those_of_steps_alone(tmp_path: Path, data: Path) -> None:
+    """Every update's bytes are counted once, the last one's too; checkpoints and evaluations add nothing."""
+    summary, reporter = run(tmp_path / "out", data, steps=6, checkpoint_every=2, hold_out=0.1, eval_every=3)
+    assert (summary.nvme_read_bytes, summary.nvme_write_bytes) == (6 * 100, 6 * 50)
+    assert [record.nvme_write_bytes for record in reporter.records] == [0, 50, 50, 50, 50, 50]
+    assert {record.nvme_read_bytes for record in reporter.records} == {100}
+
+
 def test_resume_continues_bit_for_bit_and_cuts_the_metrics_back(tmp_path: Path, data: Path) -> None:
     """A run that failed at step 8, after its checkpoint of step 6, gives on resume the losses of an uninterrupted one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

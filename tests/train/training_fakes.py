@@ -21,6 +21,7 @@ from infinity.memory.ledger import Ledger
 from infinity.models.gpt import build_meta_gpt
 from infinity.models.presets import preset
 from infinity.states import Tier
+from infinity.telemetry.recorder import Recorder
 from infinity.train.options import TrainOptions, resolve_config
 from infinity.train.preflight import Checked
 from infinity.train.reporter import Progress, Reporter, Row, StepRecord
@@ -69,7 +70,7 @@ class FakeResult:
     skipped: bool
     unit_loads: int = 4
     nvme_read_bytes: int = 100
-    nvme_write_bytes: int = 50
+    nvme_write_bytes: int = 0
 
 
 @dataclass
@@ -91,6 +92,8 @@ class FakeEngine:
         self.device = torch.device("cpu")
         self.ledger = Ledger({Tier.CPU: 1 << 30})
         self.plan = FakePlan()
+        self.recorder = Recorder()
+        self.pending_bytes = 0  # of the last step's update, written when something asks for the state or the next step runs
         self.state = 0.0
         self.steps = 0
         self.closed = False
@@ -102,6 +105,7 @@ class FakeEngine:
 
     def train_batch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> FakeResult:
         self.steps += 1
+        written, self.pending_bytes = self.pending_bytes, 50
         if self.steps == self._fail_at:
             raise OSError(28, "No space left on device")
         time.sleep(self._step_seconds)
@@ -111,12 +115,13 @@ class FakeEngine:
             assert torch.equal(tokens[:, 1:], targets[:, :-1])
             self.state += float(tokens.double().mean()) * (index + 1)
         if self.steps in self._skip_steps:
-            return FakeResult(float("nan"), float("inf"), 0.1, skipped=True)
-        return FakeResult(1.0 / self.state, 2.0, 0.1, skipped=False)
+            return FakeResult(float("nan"), float("inf"), 0.1, skipped=True, nvme_write_bytes=written)
+        return FakeResult(1.0 / self.state, 2.0, 0.1, skipped=False, nvme_write_bytes=written)
 
     def __call__(self, *, tokens: Tensor, targets: Tensor) -> Tensor:
         assert not self._training
         assert not torch.is_grad_enabled()
+        self.recorder.count("nvme_read_bytes", 1000)
         self.evaluated.append(int(tokens[0, 0]))
         return targets.double().mean()
 
@@ -129,6 +134,7 @@ class FakeEngine:
     def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
         counters = Counters(self.steps, self.steps, 0, self.steps, {})
         state = CheckpointState(Fingerprint((), {}), "fp32", counters, dict(extra), None)
+        self.recorder.count("nvme_read_bytes", 5000)
         return write_checkpoint(directory, [FakeUnit(self.state)], state, keep=keep)
 
     def load_checkpoint(self, path: Path) -> Mapping[str, Any]:
@@ -138,6 +144,10 @@ class FakeEngine:
             self.state = struct.unpack("<d", into)[0]
             self.steps = checkpoint.state.counters.global_step
             return checkpoint.state.data_position
+
+    def synchronize(self) -> None:
+        self.recorder.count("nvme_write_bytes", self.pending_bytes)
+        self.pending_bytes = 0
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, shape in reversed(list(build_meta_gpt(preset("gpt-1m"), torch.float32).named_parameters())):

@@ -1,0 +1,70 @@
+"""A built-in model trained through the real engine, all of its state on disk: the same losses however it is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from training_fakes import Remembering
+
+from infinity.config import Layer
+from infinity.models.presets import parameter_count, preset
+from infinity.store.directory import list_runs
+from infinity.telemetry.jsonl import read_jsonl
+from infinity.train.assemble import open_training_engine
+from infinity.train.loop import train
+from infinity.train.options import TrainOptions, resolve_config
+from infinity.train.preflight import check_run
+from infinity.train.summary import Summary
+
+STEPS = 4
+NVME = {
+    "zero_optimization.offload_optimizer.device": "nvme",
+    "zero_optimization.offload_param.device": "nvme",
+    "infinity.cpu_memory": "512MiB",
+}
+
+
+def run(place: Path, name: str, keys: dict[str, object], **changes: Any) -> tuple[Summary, Remembering]:
+    """Train gpt-1m for four steps on a small text."""
+    text = place / "text"
+    if not text.exists():
+        text.write_bytes(bytes((i * i + 7) % 251 for i in range(5000)))
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "infinity.nvme": str(place / "nvme")}
+    layers = [Layer("test", {**batch, **keys})]
+    options = TrainOptions(
+        config=resolve_config(layers, model="gpt-1m", steps=STEPS, has_native_bf16=True), model="gpt-1m", steps=STEPS,
+        seq_len=24, data=(text,), output=place / name, **changes,
+    )  # fmt: skip
+    reporter = Remembering()
+    return train(check_run(options, reporter), reporter, open_training_engine), reporter
+
+
+def losses(output: Path) -> list[object]:
+    return [record["loss"] for record in read_jsonl(output / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("is_bf16", [True, False])
+def test_disk_and_resume_change_no_bit(tmp_path: Path, is_bf16: bool) -> None:
+    """All in RAM, all on disk, and stopped after step 2 and resumed: equal losses and equal weights, bit for bit."""
+    precision: dict[str, object] = {"bf16.enabled": is_bf16}
+    run(tmp_path, "ram", precision, save_weights=True)
+    summary, reporter = run(tmp_path, "disk", {**precision, **NVME}, checkpoint_every=2, save_weights=True)
+    resume = str(tmp_path / "disk" / "checkpoints" / "step-00000002")
+    resumed, _ = run(tmp_path, "resumed", {**precision, **NVME}, resume=resume, save_weights=True)
+    assert resumed.steps_in_this_process == STEPS - 2
+    assert losses(tmp_path / "disk") == losses(tmp_path / "ram")
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "ram")[2:]
+    expected = load_file(tmp_path / "ram" / "weights" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in expected.values()) == parameter_count(preset("gpt-1m"))
+    for name in ("disk", "resumed"):
+        found = load_file(tmp_path / name / "weights" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(found[key].equal(expected[key]) for key in expected)
+    assert summary.nvme_write_bytes > 0
+    assert any(row.name == "nvme total" for row in reporter.rows)
+    assert json.loads((tmp_path / "disk" / "plan.json").read_text())["nvme_write_bytes"] > 0
+    assert list_runs(tmp_path / "nvme") == ()
