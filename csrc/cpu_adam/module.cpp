@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,7 +63,7 @@ double fold(double* lanes) {
 
 class CpuAdam {
 public:
-    CpuAdam(const std::string& name, std::size_t num_threads) : kernel_(kernel_named(name)), team_(num_threads) {}
+    CpuAdam(const std::string& name, std::size_t num_threads) : kernel_(kernel_named(name)), team_(Team::start(num_threads)) {}
 
     void update(MasterFormat master, GradFormat grad_format, std::size_t num_elements, std::uintptr_t weights,
                 std::uintptr_t low, std::uintptr_t out, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
@@ -70,7 +71,7 @@ public:
         const Arrays arrays = {at<void>(weights),  at<std::int16_t>(low), at<std::uint16_t>(out),
                                at<float>(exp_avg), at<float>(exp_avg_sq), at<const void>(grad)};
         const UpdateFunction function = kernel_.update(master, grad_format);
-        team_.run(num_pieces(num_elements, kChunkElements), [&](std::size_t chunk) {
+        team_->run(num_pieces(num_elements, kChunkElements), [&](std::size_t chunk) {
             const std::size_t begin = chunk * kChunkElements;
             function(arrays, scalars, begin, std::min(begin + kChunkElements, num_elements));
         });
@@ -80,7 +81,7 @@ public:
         const SquaresFunction function = kernel_.squares(grad_format);
         const std::size_t num_blocks = num_pieces(num_elements, kBlockElements);
         double* const partials = at<double>(sums);
-        team_.run(num_pieces(num_blocks, kChunkBlocks), [&](std::size_t chunk) {
+        team_->run(num_pieces(num_blocks, kChunkBlocks), [&](std::size_t chunk) {
             const std::size_t last = std::min((chunk + 1) * kChunkBlocks, num_blocks);
             for (std::size_t block = chunk * kChunkBlocks; block < last; ++block) {
                 double lanes[kLanes];
@@ -94,11 +95,11 @@ public:
     }
 
     std::string name() const { return kernel_.name; }
-    std::size_t num_threads() const { return team_.num_threads(); }
+    std::size_t num_threads() const { return team_->num_threads(); }
 
 private:
     const Kernel& kernel_;
-    Team team_;
+    std::unique_ptr<Team, Team::Ender> team_;
 };
 
 Scalars scalars(double coefficient, double decay, double l2, double beta2, double lerp_weight, double square_weight,

@@ -1,3 +1,4 @@
+// The thread team: workers sleep until there are chunks, and take them one at a time.
 #include "team.h"
 
 #include <unistd.h>
@@ -28,11 +29,15 @@ Team::Team(std::size_t num_threads) : owner_process_(getpid()) {
     for (std::size_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
 }
 
+void Team::Ender::operator()(Team* team) const {
+    if (team->owns_threads()) delete team;
+}
+
+std::unique_ptr<Team, Team::Ender> Team::start(std::size_t num_threads) {
+    return std::unique_ptr<Team, Ender>(new Team(num_threads));
+}
+
 Team::~Team() {
-    if (!owns_threads()) {
-        for (auto& worker : workers_) worker.detach();
-        return;
-    }
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = true;
@@ -48,53 +53,37 @@ void Team::run(std::size_t num_chunks, const std::function<void(std::size_t)>& c
         return;
     }
     const std::lock_guard<std::mutex> turn(turn_);
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        chunk_ = &chunk;
-        num_chunks_ = num_chunks;
-        next_chunk_ = 0;
-        num_busy_ = workers_.size();
-        ++round_;
-    }
-    started_.notify_all();
-    take_chunks(num_chunks, chunk);
     std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return num_busy_ == 0; });
+    chunk_ = &chunk;
+    num_chunks_ = num_chunks;
+    next_chunk_ = num_done_ = 0;
+    started_.notify_all();
+    take_chunks(lock);
+    // Only for chunks, not for workers: one that a busy machine has not woken yet holds nobody up.
+    finished_.wait(lock, [this] { return num_done_ == num_chunks_; });
 }
 
 void Team::work() {
     const DefaultFloatingPoint floating_point;
-    std::size_t seen_round = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-        std::size_t num_chunks;
-        const std::function<void(std::size_t)>* chunk;
-        {
-            std::unique_lock<std::mutex> lock(mutex_);
-            started_.wait(lock, [&] { return stopping_ || round_ != seen_round; });
-            if (stopping_) return;
-            seen_round = round_;
-            num_chunks = num_chunks_;
-            chunk = chunk_;
-        }
-        take_chunks(num_chunks, *chunk);
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (--num_busy_ == 0) finished_.notify_one();
+        started_.wait(lock, [this] { return stopping_ || next_chunk_ < num_chunks_; });
+        if (stopping_) return;
+        take_chunks(lock);
     }
 }
 
-void Team::take_chunks(std::size_t num_chunks, const std::function<void(std::size_t)>& chunk) {
-    while (true) {
-        std::size_t mine;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            if (next_chunk_ == num_chunks) return;
-            mine = next_chunk_++;
-        }
+void Team::take_chunks(std::unique_lock<std::mutex>& lock) {
+    while (next_chunk_ < num_chunks_) {
+        const std::size_t mine = next_chunk_++;
+        const auto& chunk = *chunk_;  // stays alive until all chunks are done
+        lock.unlock();
         chunk(mine);
+        lock.lock();
+        if (++num_done_ == num_chunks_) finished_.notify_one();
     }
 }
 
-// In a child made by fork() the threads do not exist: work runs on the caller alone.
 bool Team::owns_threads() const { return getpid() == owner_process_; }
 
 }  // namespace cpu_adam

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -14,8 +15,12 @@ namespace cpu_adam {
 // All chunks run with the default floating-point environment: round to nearest, subnormals kept.
 class Team {
 public:
-    explicit Team(std::size_t num_threads);
-    ~Team();
+    // In a child made by fork() the threads do not exist: work runs on the caller alone, and the team is never destroyed,
+    // because destroying a condition waits for its waiters.
+    struct Ender {
+        void operator()(Team* team) const;
+    };
+    static std::unique_ptr<Team, Ender> start(std::size_t num_threads);
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
@@ -24,16 +29,18 @@ public:
     void run(std::size_t num_chunks, const std::function<void(std::size_t)>& chunk);
 
 private:
+    explicit Team(std::size_t num_threads);
+    ~Team();
     void work();
-    void take_chunks(std::size_t num_chunks, const std::function<void(std::size_t)>& chunk);
+    void take_chunks(std::unique_lock<std::mutex>& lock);
     bool owns_threads() const;
 
     const long owner_process_;
-    std::mutex turn_;
-    std::mutex mutex_;
+    std::mutex turn_;  // held by the one caller that is served
+    std::mutex mutex_;  // guards all below
     std::condition_variable started_, finished_;
     const std::function<void(std::size_t)>* chunk_ = nullptr;
-    std::size_t num_chunks_ = 0, next_chunk_ = 0, num_busy_ = 0, round_ = 0;
+    std::size_t num_chunks_ = 0, next_chunk_ = 0, num_done_ = 0;
     bool stopping_ = false;
     std::vector<std::thread> workers_;
 };

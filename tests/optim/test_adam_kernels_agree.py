@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -166,3 +169,34 @@ def test_thread_count_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_kernel(environment={}, num_threads=2).num_threads == 2
     with pytest.raises(ConfigError, match="0"):
         open_kernel(num_threads=0)
+
+
+FORK = """
+import os
+import numpy as np
+from infinity.optim.kernel import open_kernel
+kernel = open_kernel(num_threads=4, environment={})
+values = np.ones(1_000_000, dtype=np.float32)
+child = os.fork()
+total = kernel.gradient_statistics(values.ctypes.data, values.size, "float32").partials.sum()
+del kernel
+if child == 0:
+    os._exit(0 if total == values.size else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or int(total != values.size))
+"""
+
+
+def test_a_forked_process_computes_without_the_threads_that_it_lacks() -> None:
+    """Neither a call nor the end of the kernel hangs in a child made by fork, as data loaders make them."""
+    assert subprocess.run([sys.executable, "-c", FORK], timeout=60, check=False).returncode == 0
+
+
+def test_callers_on_several_threads_take_turns() -> None:
+    """Eight threads on one kernel get the results of one."""
+    arrays = make_arrays(torch.bfloat16, numel=100_000)
+    one = kernel(kernel_names()[0], num_threads=3)
+    expected = run(one, MasterFormat.SPLIT_BF16, arrays, HYPER)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: run(one, MasterFormat.SPLIT_BF16, arrays, HYPER), range(16)))
+    for result in results:
+        assert_same_bits(result, expected)
