@@ -35,10 +35,15 @@ def unit_bindings(unit: Unit, shards: Sequence[Shard]) -> tuple[Binding, ...]:
     )
 
 
-def root_bindings(units: Sequence[Unit], root: Shard) -> tuple[Binding, ...]:
+def root_bindings(units: Sequence[Unit], shards: Sequence[Shard]) -> tuple[Binding, ...]:
     """Return the bindings of the root group in places outside every unit."""
     inside = {id(part) for unit in units for part in unit.module.modules()}
-    return _bindings(root, lambda place: id(place.module) not in inside)
+    return tuple(
+        binding
+        for shard in shards
+        if not shard.group.units
+        for binding in _bindings(shard, lambda place: id(place.module) not in inside)
+    )
 
 
 def _bindings(shard: Shard, wanted: Callable[[Place], bool]) -> tuple[Binding, ...]:

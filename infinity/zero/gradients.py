@@ -24,7 +24,7 @@ class GradientTarget(Protocol):
         ...
 
     def publish(self, shard: int, touched: frozenset[str]) -> None:
-        """Take the filled tensor; `touched` names the parameters that received a gradient."""
+        """Take the filled tensor; `touched` names the parameters that received a gradient. Not called where none did."""
         ...
 
 
@@ -121,9 +121,9 @@ class GradientSums:
         for parameter, position, gradient in state.late:
             self.add(shard, parameter, position, gradient)
         layout = self._shards[shard].layout
-        if layout.num_state_elements == 0:
-            return
         totals = _over_positions(state.sums)
+        if not totals:
+            return
         flat = self._target.flat(shard)
         flat.zero_()
         for section in layout.sections:

@@ -49,6 +49,7 @@ class UnitRuntime:
     randomness: Randomness
     device_types: tuple[str, ...]
     check: bool  # compare the bits of the rerun's outputs with the first run's
+    measure: Callable[[], None]  # called while the activations of a call are alive
 
     @contextmanager
     def gathered(self) -> Iterator[ShardWeights]:
@@ -190,6 +191,7 @@ def _rerun_and_backward(
         leaves = make_leaves(runtime.bindings, weights, call.position, with_grad=True)
         with installed(runtime.bindings, leaves):
             outputs, _ = call.run(inputs)
+        runtime.measure()
         _require_same_outputs(call, outputs)
         pairs = [
             (output, gradient)
@@ -217,6 +219,7 @@ def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any
         runtime.randomness.at(micro_batch.global_index, micro_batch.position)
         with installed(runtime.bindings, leaves), _autocast(autocasts(runtime.device_types)), _naming_input_changes(runtime.unit):
             result = runtime.forward(*args, **kwargs)
+    runtime.measure()
     require_unchanged(runtime.unit, tensors, versions)
     if not micro_batch.straight:
         runtime.sums.expect(runtime.unit.groups)

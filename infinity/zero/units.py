@@ -58,7 +58,7 @@ class ParameterGroup:
 
 
 def cut_model(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[tuple[Unit, ...], tuple[ParameterGroup, ...]]:
-    """Return the model's units in order of registration and its parameter groups, the root group last.
+    """Return the model's units in order of registration and its parameter groups, the root group (if any) last.
 
     `patterns` are class names or name patterns ("blocks.*") of the modules that are units; without any, the rule in the
     module docstring decides. Raises ConfigError for a pattern that matches no module.
@@ -76,7 +76,8 @@ def cut_model(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[tuple[Uni
         ParameterGroup(index, _group_name(key, [name for name, _ in modules], members), tuple(members), key)
         for index, (key, members) in enumerate(sorted(users.items(), key=lambda item: (item[0][0], len(item[0]))))
     ]
-    groups.append(ParameterGroup(len(groups), ROOT, tuple(root), ()))
+    if root:
+        groups.append(ParameterGroup(len(groups), ROOT, tuple(root), ()))
     units = tuple(
         Unit(index, name, module, _needed(index, inside[index], groups)) for index, (name, module) in enumerate(modules)
     )

@@ -17,7 +17,7 @@ import torch
 
 from infinity.errors import IllegalTransition
 from infinity.handles import Handle
-from infinity.memory.pool import Buffer
+from infinity.memory.arena import Buffer
 from infinity.memory.transfer import Transfers
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
@@ -81,18 +81,30 @@ class Weights:
         self._loader = loader
         self._transfers = transfers
         self._recorder = recorder
-        self._states = {shard.index: Lifecycle(f"weights of {shard.layout.name}", WeightState.SHARDED, _MOVES) for shard in shards}
+        self._states = {
+            shard.index: Lifecycle(f"weights of {shard.layout.name}", WeightState.SHARDED, _MOVES) for shard in shards
+        }
         self._in_use = [0] * len(shards)
         self._update_is_due = [False] * len(shards)
         self._order: tuple[int, ...] = ()
         self._cursor = 0
-        self._num_started_kept = 0
 
     def expect(self, order: Sequence[int]) -> None:
         """Say in which order shards will be asked for, from now on and again and again."""
         self._order = tuple(order)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """A step begins: what the order names first is asked for next."""
         self._cursor = 0
-        self._load_ahead()
+        self._load_ahead(first=0)
+
+    def update_now(self, shards: Sequence[int]) -> None:
+        """Make the updates that are due for these shards and wait until their weights are new."""
+        for shard in shards:
+            if self._update_is_due[shard]:
+                self.acquire(shard)
+                self.release(shard)
 
     def updates_are_due(self, shards: Sequence[int]) -> None:
         """A step was taken: the next load of each of these shards brings new weights. Nothing may be in use."""
@@ -100,7 +112,9 @@ class Weights:
             if self._in_use[shard]:
                 raise IllegalTransition(f"Weights of {self._shards[shard].layout.name} are in use while an update begins.")
             self._update_is_due[shard] = True
-            if self._states[shard].state is WeightState.READY:
+            slot = self._slot_of(shard)
+            if slot is not None:  # its old bytes are there, or on their way: the update will find them
+                self._make_ready(shard, slot)
                 self._states[shard].to(WeightState.SHARDED)
 
     def acquire(self, shard: int) -> Mapping[str, torch.Tensor]:
@@ -208,28 +222,29 @@ class Weights:
         return len(self._order)
 
     def _choose(self, shard: int, *, needed_at: int, must: bool) -> Slot | None:
-        """Return the slot to load the shard into, or nothing if every other shard is needed sooner."""
+        """Return the slot to load the shard into, or nothing if every other shard is in use or needed sooner."""
         same = next((slot for slot in self._slots if slot.shard == shard), None)
         if same is not None:
             return same
-        free = [slot for slot in self._slots if slot.shard is None]
-        if free:
-            return free[0]
-        idle = [slot for slot in self._slots if slot.shard is not None and self._may_go(slot.shard)]
-        if not must:  # loading ahead never waits for a write
-            idle = [slot for slot in idle if slot.load is None or slot.load.written.done()]
+        idle = [slot for slot in self._slots if slot.shard is None or not self._in_use[slot.shard]]
+        if not must:  # loading ahead waits for nothing: neither for a load nor for a write
+            idle = [slot for slot in idle if slot.load is None or (slot.load.done() and slot.load.written.done())]
         if not idle:
             return None
-        farthest = max(idle, key=lambda slot: self._next_use(slot.shard if slot.shard is not None else shard))
-        distance = self._next_use(farthest.shard if farthest.shard is not None else shard)
-        return farthest if must or distance > needed_at - self._cursor else None
+        farthest = max(idle, key=self._distance)
+        if not must and self._distance(farthest) <= needed_at - self._cursor:
+            return None
+        if farthest.shard is not None and self._states[farthest.shard].state is WeightState.FETCHING:
+            self._make_ready(farthest.shard, farthest)  # loaded ahead in vain
+        return farthest
 
-    def _may_go(self, shard: int) -> bool:
-        return self._in_use[shard] == 0 and self._states[shard].state in (WeightState.READY, WeightState.SHARDED)
+    def _distance(self, slot: Slot) -> int:
+        """Return how far the next use of what the slot holds is; an empty slot is the first choice."""
+        return len(self._order) + 1 if slot.shard is None else self._next_use(slot.shard)
 
-    def _load_ahead(self) -> None:
+    def _load_ahead(self, first: int = 1) -> None:
         """Begin to load what comes next in the order, as far as there are slots for it."""
-        for step in range(1, len(self._order)):
+        for step in range(first, len(self._order)):
             position = self._cursor + step
             shard = self._order[position % len(self._order)]
             if self._slot_of(shard) is not None:

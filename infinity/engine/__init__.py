@@ -1,0 +1,7 @@
+"""The engine: `initialize` composes it, `Engine` is what users drive."""
+
+from infinity.engine.build import Initialized, initialize
+from infinity.engine.engine import Engine, EngineState
+from infinity.engine.results import StepResult
+
+__all__ = ["Engine", "EngineState", "Initialized", "StepResult", "initialize"]

@@ -1,0 +1,47 @@
+"""How a micro-batch is given to a module, and how the loss is found in what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ModelError
+
+# Gets the module's output and the micro-batch; returns a scalar tensor.
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def call_module(module: nn.Module, micro_batch: Any) -> Any:
+    """Call the module with a dict (keyword arguments), a tuple or list (positional) or one value."""
+    if isinstance(micro_batch, Mapping):
+        return module(**micro_batch)
+    if isinstance(micro_batch, tuple | list):
+        return module(*micro_batch)
+    return module(micro_batch)
+
+
+def find_loss(output: Any, micro_batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """Return the scalar loss. Raises ModelError when there is none."""
+    loss = loss_fn(output, micro_batch) if loss_fn is not None else getattr(output, "loss", output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise ModelError(
+            f"The module returned {got}; a step needs one loss.",
+            remedy="Return a scalar loss, an output with .loss, or give loss_fn=(output, micro_batch) -> loss.",
+        )
+    return loss
+
+
+def coefficients(weights: Sequence[float] | None, num_micro_batches: int) -> list[float]:
+    """Return each micro-batch's share of the mean loss: equal, or in proportion to `weights` (token counts)."""
+    if weights is None:
+        return [1.0 / num_micro_batches] * num_micro_batches
+    if len(weights) != num_micro_batches or any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        raise ModelError(
+            f"train_batch: weights {list(weights)} do not fit {num_micro_batches} micro-batches.",
+            remedy="Give one number of at least 0 for each, not all 0.",
+        )
+    return [weight / sum(weights) for weight in weights]

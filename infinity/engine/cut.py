@@ -1,0 +1,88 @@
+"""From a model to shards: what the model consists of, in the terms of the store and of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.byte_sizes import PAGE_BYTES, round_up
+from infinity.config import Config
+from infinity.errors import ModelError
+from infinity.placement.sizes import UnitSize
+from infinity.store.layout import ALIGN_ELEMENTS, STATE_PLANES, ParameterSpec, ShardLayout, shard_layout
+from infinity.zero.units import ParameterGroup, ParameterUse, Unit, cut_model
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """A model's units and, for each of its parameter groups, this rank's shard."""
+
+    units: tuple[Unit, ...]
+    groups: tuple[ParameterGroup, ...]
+    layouts: tuple[ShardLayout, ...]
+    tile_elements: int
+
+    def sizes(self) -> tuple[UnitSize, ...]:
+        """Return what the planner knows of each group."""
+        return tuple(
+            UnitSize(
+                name=layout.name,
+                parameter_names=tuple(spec.name for spec in layout.specs),
+                weight_bytes=layout.shard_weight_bytes,
+                gathered_weight_bytes=layout.unit_weight_bytes,
+                num_state_elements=layout.num_state_elements,
+                num_gradient_elements=sum(section.unit_elements for section in layout.sections if section.trainable),
+                tile_bytes=tuple(tile.extent_bytes for tile in layout.tiles),
+                visits=max(1, len(group.units)),
+                is_root=not group.units,
+            )
+            for group, layout in zip(self.groups, self.layouts, strict=True)
+        )
+
+    def num_parameters(self) -> int:
+        return sum(spec.numel for layout in self.layouts for spec in layout.specs)
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of everything in the units' models that is no parameter."""
+        seen: dict[int, int] = {}
+        for unit in self.units:
+            for buffer in unit.module.buffers():
+                seen[id(buffer)] = buffer.numel() * buffer.element_size()
+        return round_up(sum(seen.values()), PAGE_BYTES)
+
+
+def cut(model: nn.Module, config: Config) -> CutModel:
+    """Cut the model into units and lay out the shards of one rank.
+
+    Raises ModelError for a compiled model and for parameters that are not floating-point numbers.
+    """
+    _require_plain(model)
+    units, groups = cut_model(model, config.infinity.units)
+    dtype = "bfloat16" if config.bf16.enabled else "float32"
+    element_bytes = sum(plane.element_bytes for plane in STATE_PLANES[dtype])
+    tile_elements = max(ALIGN_ELEMENTS, config.infinity.tile_bytes // element_bytes // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+    layouts = tuple(
+        shard_layout(group.index, group.name, _specs(group.uses, dtype), tile_elements=tile_elements) for group in groups
+    )
+    return CutModel(units, groups, layouts, tile_elements)
+
+
+def _specs(uses: Sequence[ParameterUse], dtype: str) -> list[ParameterSpec]:
+    return [ParameterSpec(use.name, tuple(use.parameter.shape), dtype, use.parameter.requires_grad) for use in uses]
+
+
+def _require_plain(model: nn.Module) -> None:
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise ModelError(
+            "A torch.compile'd model cannot be cut into units: its code no longer calls them.",
+            remedy="Give infinity the model as it was before torch.compile.",
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"Parameter {name} has dtype {parameter.dtype}; infinity trains float32, bfloat16 and float16 parameters.",
+                remedy="Convert it, or register it as a buffer if it is not trained.",
+            )

@@ -1,0 +1,424 @@
+"""The public engine: forward, backward and step as users know them, and train_batch in vertical order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from infinity.config import Config
+from infinity.engine.activations import ActivationMeter
+from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss
+from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.engine.persistence import Persistence
+from infinity.engine.results import StepResult
+from infinity.engine.update import Updater
+from infinity.errors import IllegalTransition, InfinityError
+from infinity.memory.ledger import Ledger, LedgerLine
+from infinity.placement.plan import Plan
+from infinity.states import Lifecycle
+from infinity.telemetry.recorder import Recorder
+from infinity.zero.horizontal import run_horizontally
+from infinity.zero.micro_batch import MicroBatch
+from infinity.zero.order import UnitOrder
+from infinity.zero.randomness import Randomness
+from infinity.zero.vertical import VerticalSchedule
+from infinity.zero.walk import Walk
+from infinity.zero.weights import Weights
+
+
+class EngineState(Enum):
+    """Where the engine is in a step. FAILED: states may be half updated. CLOSED: everything was given back."""
+
+    READY = "ready"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEPPING = "stepping"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+_R, _F, _B, _S = EngineState.READY, EngineState.FORWARD, EngineState.BACKWARD, EngineState.STEPPING
+_ENDS = (EngineState.FAILED, EngineState.CLOSED)
+_MOVES = {
+    _R: (_F, _S, *_ENDS),
+    _F: (_F, _B, _R, _S, *_ENDS),  # a forward that is never backpropagated is legal
+    _B: (_F, _B, _S, _R, *_ENDS),
+    _S: (_R, *_ENDS),
+    EngineState.FAILED: (EngineState.CLOSED,),
+    EngineState.CLOSED: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything that an engine is composed of; `build.py` puts it together."""
+
+    module: nn.Module
+    config: Config
+    plan: Plan
+    device: torch.device
+    ledger: Ledger
+    recorder: Recorder
+    walk: Walk
+    weights: Weights
+    order: UnitOrder
+    vertical: VerticalSchedule
+    randomness: Randomness
+    updater: Updater
+    optimizer: Optimizer
+    lr_schedule: LrSchedule
+    persistence: Persistence
+    activations: ActivationMeter
+    num_micro_batches: int
+    notes: tuple[str, ...]  # what was not available, in sentences
+    resources: ExitStack
+
+
+class Engine:
+    """Trains one module. Made by `infinity.initialize`; closed by `close()` or as a context manager.
+
+    One thread. After a ModelError or an exception in the user's own code the step is discarded and the engine goes on; after
+    an error of storage or memory it is FAILED and only `close` is legal.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._lifecycle = Lifecycle("engine", EngineState.READY, _MOVES)
+        self._num_forwards = 0  # micro-batches begun since the last step
+        self._num_backwards = 0
+        self.global_steps = 0  # steps taken, skipped ones included
+        self.skipped_steps = 0
+        self.last_grad_norm: float | None = None
+
+    # What it is made of
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, whose units run through the engine."""
+        return self._parts.module
+
+    @property
+    def config(self) -> Config:
+        return self._parts.config
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything lives, and what a step costs."""
+        return self._parts.plan
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._parts.ledger
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._parts.recorder
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._parts.optimizer
+
+    @property
+    def lr_scheduler(self) -> LrSchedule:
+        return self._parts.lr_schedule
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not available or was chosen without being asked for, in sentences."""
+        return self._parts.notes
+
+    @property
+    def state(self) -> EngineState:
+        return self._lifecycle.state
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self._parts.lr_schedule.lr
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient before clipping; None before the first step."""
+        return self.last_grad_norm
+
+    # Vertical
+
+    def train_batch(
+        self, micro_batches: Sequence[Any], weights: Sequence[float] | None = None, loss_fn: LossFunction | None = None
+    ) -> StepResult:
+        """Take one step over the micro-batches: forward, backward and update.
+
+        A micro-batch is a dict (keyword arguments), a tuple (positional) or one tensor. The module returns the loss or an
+        output with `.loss`; `loss_fn(output, micro_batch)` computes it otherwise. `weights` (token counts) make the mean
+        right where micro-batches differ in size. The order of work is `infinity.schedule` of the configuration.
+
+        Raises ModelError for modules that cannot be trained exactly, StorageError, OverBudget.
+        """
+        if not micro_batches:
+            raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
+        if self._num_forwards:
+            raise IllegalTransition(
+                f"train_batch was called {self._num_forwards} forward passes into a step of the familiar loop.",
+                remedy="Finish that step with engine.step() first.",
+            )
+        parts = self._parts
+        shares = coefficients(weights, len(micro_batches))
+        walking = [MicroBatch(index, index) for index in range(len(micro_batches))]
+
+        def forward_loss(walker: MicroBatch) -> torch.Tensor:
+            micro_batch = _on_device(micro_batches[walker.index], parts.device)
+            return find_loss(call_module(parts.module, micro_batch), micro_batch, loss_fn)
+
+        self._begin_forward()
+        with self._failing_on_io(), parts.randomness.borrowed():
+            try:
+                self._lifecycle.to(EngineState.BACKWARD)
+                if parts.config.infinity.schedule == "vertical":
+                    losses = parts.vertical.run(forward_loss, walking, shares)
+                else:
+                    losses = run_horizontally(parts.walk, parts.weights, parts.order, forward_loss, walking, shares)
+            except BaseException:
+                self._abandon_step()
+                raise
+        return self._take_step([float(loss) for loss in losses], shares)
+
+    # Horizontal, as users know it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: the next micro-batch of a step in training mode with gradients, an evaluation otherwise.
+
+        `engine.backward(loss)` and `loss.backward()` do the same: gradients are divided by the number of micro-batches.
+        """
+        parts = self._parts
+        self._require_usable()
+        args, kwargs = _on_device((args, kwargs), parts.device)
+        if not (parts.module.training and torch.is_grad_enabled()):
+            with self._failing_on_io():
+                return parts.module(*args, **kwargs)
+        index = self._num_forwards
+        micro_batch = MicroBatch(index, index)
+        self._begin_forward()
+        self._num_forwards += 1
+        with self._failing_on_io(), parts.randomness.borrowed():
+            parts.walk.begin(micro_batch)
+            try:
+                output = parts.module(*args, **kwargs)
+            except BaseException:
+                self._abandon_step()
+                raise
+            finally:
+                parts.walk.end()
+        if not parts.order.known:
+            parts.order.learn(micro_batch.visits, separable=False)
+            parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.num_micro_batches))
+        return self._gated(output)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step."""
+        with self._failing_on_io():
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step` takes an optimizer step: every micro-batch has run backward."""
+        return self._num_backwards >= self._parts.num_micro_batches
+
+    def step(self) -> None:
+        """Take the optimizer step at the boundary of a step's micro-batches; before it, do nothing."""
+        self._require_usable()
+        if self.is_gradient_accumulation_boundary():
+            with self._failing_on_io():
+                self._parts.walk.sums.finish()
+                self._take_step([], [])
+
+    # State
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module in training mode."""
+        self._parts.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module in evaluation mode; engine(...) then runs without gradients."""
+        return self.train(False)
+
+    def synchronize(self) -> None:
+        """Make every pending update and wait until all of it is in its tier."""
+        self._require_usable()
+        with self._failing_on_io():
+            self._drain()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, fp32 master value on the CPU) of every parameter, one at a time."""
+        self.synchronize()
+        yield from self._parts.persistence.full_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return all fp32 master values and the module's buffers, for models that fit in memory; tied names included."""
+        self.synchronize()
+        return self._parts.persistence.state_dict()
+
+    def save_checkpoint(self, directory: str | Path, *, extra: Mapping[str, object] | None = None, keep: int | None = None) -> Path:  # fmt: skip
+        """Write `<directory>/step-<n>` and return its path; `extra` is JSON-able and comes back from `load_checkpoint`.
+
+        With `keep`, only the newest that many complete checkpoints remain. Raises CheckpointError, SwapSpaceError.
+        """
+        self.synchronize()
+        return self._parts.persistence.save(
+            Path(directory), global_step=self.global_steps, skipped_steps=self.skipped_steps, extra=dict(extra or {}), keep=keep
+        )
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, object]:
+        """Load a checkpoint (its own directory, or one that holds several: the newest complete one); return its `extra`.
+
+        Raises CheckpointError and its kinds; then the engine's state is as before, except after an error of reading.
+        """
+        self.synchronize()
+        with self._failing_on_io():
+            restored = self._parts.persistence.load(Path(path))
+        self.global_steps, self.skipped_steps = restored.global_step, restored.skipped_steps
+        self._parts.randomness.step = self.global_steps
+        return restored.extra
+
+    def memory_report(self) -> tuple[LedgerLine, ...]:
+        """Return used and peak bytes for each tier and owner."""
+        return self._parts.ledger.report()
+
+    def close(self) -> None:
+        """Wait for what is in flight, remove the swap files, and give all memory back. Closing twice is fine.
+
+        The module gets its own forward back; its weights are gone unless they were saved.
+        """
+        if self._lifecycle.state is EngineState.CLOSED:
+            return
+        self._lifecycle.to(EngineState.CLOSED)
+        self._parts.resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Inside a step
+
+    def _begin_forward(self) -> None:
+        self._require_usable()
+        self._lifecycle.to(EngineState.FORWARD)
+        self._parts.randomness.step = self.global_steps
+
+    def _gated(self, output: Any) -> Any:
+        """Let every differentiable tensor of the output pass a gate that sees backward begin and scales its gradient."""
+        found: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, found.append, output)
+        wanted = [tensor for tensor in found if tensor.requires_grad]
+        if not wanted:
+            return output
+        passed = dict(zip(map(id, wanted), _Gate.apply(self, *wanted), strict=True))  # type: ignore[no-untyped-call]
+        return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), output)
+
+    def backward_begins(self) -> float:
+        """Called by the gate when a backward reaches it; returns what its gradients are multiplied by."""
+        self._lifecycle.to(EngineState.BACKWARD)
+        self._num_backwards += 1
+        if self.is_gradient_accumulation_boundary():
+            self._parts.walk.sums.open()
+        return 1.0 / self._parts.num_micro_batches
+
+    def _take_step(self, losses: list[float], shares: Sequence[float]) -> StepResult:
+        parts = self._parts
+        self._lifecycle.to(EngineState.STEPPING)
+        with self._failing_on_io():
+            update = parts.updater.step()
+        parts.activations.book()
+        self.global_steps += 1
+        self.skipped_steps += update.skipped
+        self.last_grad_norm = update.grad_norm
+        self._num_forwards = self._num_backwards = 0
+        counters = parts.recorder.take_counters()
+        self._lifecycle.to(EngineState.READY)
+        return StepResult(
+            step=self.global_steps,
+            loss=sum(loss * share for loss, share in zip(losses, shares, strict=True)),
+            losses=tuple(losses),
+            grad_norm=update.grad_norm,
+            clip_coefficient=update.clip_coefficient,
+            lr=update.lr,
+            skipped=update.skipped,
+            unit_loads=counters.get("unit_loads", 0),
+            nvme_read_bytes=counters.get("nvme_read_bytes", 0),
+            nvme_write_bytes=counters.get("nvme_write_bytes", 0),
+            gradient_spill_bytes=counters.get("gradient_spill_bytes", 0),
+        )
+
+    def _abandon_step(self) -> None:
+        """A forward or backward failed: forget the step; the states are those of the step before."""
+        parts = self._parts
+        parts.walk.sums.discard()
+        parts.updater.discard()
+        self._num_forwards = self._num_backwards = 0
+        self._lifecycle.to(EngineState.READY)
+
+    def _drain(self) -> None:
+        self._parts.updater.finish_pending()
+        self._parts.weights.settle()
+
+    def _require_usable(self) -> None:
+        if self._lifecycle.state in _ENDS:
+            raise IllegalTransition(
+                f"The engine is {self._lifecycle.state.name}.", remedy="Make a new one and load its last checkpoint."
+            )
+
+    def _failing_on_io(self) -> _FailsOnIo:
+        return _FailsOnIo(self._lifecycle)
+
+
+class _Gate(torch.autograd.Function):
+    """Identity in forward; in backward it tells the engine and scales the gradient to the mean over micro-batches."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.engine = engine
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        factor = ctx.engine.backward_begins()
+        return None, *(None if gradient is None else gradient * factor for gradient in gradients)
+
+
+class _FailsOnIo:
+    """An error of storage or memory inside the block leaves the engine FAILED: states may be half updated."""
+
+    def __init__(self, lifecycle: Lifecycle[EngineState]) -> None:
+        self._lifecycle = lifecycle
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        fatal = isinstance(error, OSError | MemoryError) and isinstance(error, InfinityError)
+        if fatal and self._lifecycle.state not in _ENDS:
+            self._lifecycle.to(EngineState.FAILED)
+
+
+def _on_device(values: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return values
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)

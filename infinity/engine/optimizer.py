@@ -1,0 +1,68 @@
+"""What the user sees of the optimizer and the learning-rate schedule: hyper-parameters that a step snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from infinity.config.optimizer import OptimizerSection
+from infinity.optim.hyper import GroupHyper
+from infinity.optim.schedules import Schedule
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """Adam or AdamW over all trainable parameters. `param_groups` may be changed between steps, as in torch.optim.
+
+    The update itself is `engine.step()`.
+    """
+
+    param_groups: list[dict[str, object]]
+    decoupled: bool
+    steps: dict[str, int] = field(default_factory=dict)  # updates made, by parameter name
+
+    def hyper(self) -> tuple[GroupHyper, ...]:
+        """Return a snapshot of every group's hyper-parameters."""
+        return tuple(_group_hyper(group, self.decoupled) for group in self.param_groups)
+
+
+@dataclass(slots=True)
+class LrSchedule:
+    """The learning rate as a function of the applied steps. Skipped steps do not advance it."""
+
+    schedule: Schedule
+    num_applied_steps: int = 0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.schedule(self.num_applied_steps)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate in force, as torch's schedulers do."""
+        return [self.lr]
+
+
+def build_optimizer(section: OptimizerSection) -> Optimizer:
+    """Return the optimizer that the configuration describes, with one group."""
+    params = section.params
+    group: dict[str, object] = {
+        "lr": params.lr, "betas": tuple(params.betas), "eps": params.eps, "weight_decay": params.weight_decay,
+    }  # fmt: skip
+    return Optimizer([group], section.decoupled)
+
+
+def _group_hyper(group: Mapping[str, object], decoupled: bool) -> GroupHyper:
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list):
+        raise TypeError(f"betas: {betas!r} is not a pair of numbers")
+    return GroupHyper(
+        lr=_number(group["lr"]), beta1=_number(betas[0]), beta2=_number(betas[1]), eps=_number(group["eps"]),
+        weight_decay=_number(group["weight_decay"]), decoupled=decoupled,
+    )  # fmt: skip
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)

@@ -1,0 +1,239 @@
+"""State out of the tiers and back: full parameters, checkpoints, one tile and one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.manifest import CheckpointState, Counters, Fingerprint
+from infinity.checkpoint.reader import Checkpoint, open_checkpoint
+from infinity.checkpoint.sources import HostData
+from infinity.checkpoint.specs import BUFFER, WEIGHT, TensorSpec, tensor_name
+from infinity.checkpoint.writer import write_checkpoint
+from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.memory.arena import Buffer
+from infinity.optim.reference import join_master
+from infinity.store.layout import ParameterSpec, Section, ShardLayout, Tile, tile_segments
+from infinity.store.store import Store
+from infinity.zero.shard import TORCH_DTYPES, Shard
+from infinity.zero.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint says beside its tensors."""
+
+    global_step: int
+    skipped_steps: int
+    extra: dict[str, object]
+
+
+class Persistence:
+    """Reads and replaces the state of a drained engine. `staging` gives host memory for one shard's weights."""
+
+    def __init__(
+        self, *, module: nn.Module, shards: Sequence[Shard], store: Store, weights: Weights, optimizer: Optimizer,
+        lr_schedule: LrSchedule, precision: str, staging: Callable[[int], Buffer],
+    ) -> None:  # fmt: skip
+        self._module = module
+        self._shards = shards
+        self._store = store
+        self._weights = weights
+        self._optimizer = optimizer
+        self._lr_schedule = lr_schedule
+        self._precision = precision
+        self._staging = staging
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter's fp32 master in order of the shards, on the CPU."""
+        for shard in self._shards:
+            for spec in shard.layout.specs:
+                yield spec.name, self._master(shard, spec)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return all of them with the tied names, and the persistent buffers."""
+        values = dict(self.full_parameters())
+        for alias, name in self._aliases().items():
+            values[alias] = values[name]
+        values.update({name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(self._module)})
+        return values
+
+    def save(
+        self, directory: Path, *, global_step: int, skipped_steps: int, extra: dict[str, object], keep: int | None
+    ) -> Path:
+        """Write one checkpoint and return its path."""
+        counters = Counters(
+            global_step=global_step, applied_steps=global_step - skipped_steps, skipped_steps=skipped_steps,
+            schedule_position=self._lr_schedule.num_applied_steps, parameter_steps=dict(self._optimizer.steps),
+        )  # fmt: skip
+        state = CheckpointState(
+            fingerprint=self._fingerprint(), precision=self._precision, counters=counters, data_position=extra,  # type: ignore[arg-type]
+            rng_state=torch.get_rng_state().numpy().tobytes().hex(),
+        )  # fmt: skip
+        units = [_ShardSource(shard, self._store, self._weights) for shard in self._shards]
+        return write_checkpoint(directory, units, state, buffers=_BufferSource(self._module), keep=keep)
+
+    def load(self, path: Path) -> Restored:
+        """Replace the whole state by a checkpoint's."""
+        with open_checkpoint(path) as checkpoint:
+            checkpoint.require_match(self._fingerprint())
+            self._weights.forget()
+            for shard in self._shards:
+                self._load_shard(checkpoint, shard)
+            self._load_buffers(checkpoint)
+            state = checkpoint.state
+        counters = state.counters
+        self._optimizer.steps = dict(counters.parameter_steps)
+        self._lr_schedule.num_applied_steps = counters.schedule_position
+        if isinstance(state.rng_state, str):
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state.rng_state), dtype=torch.uint8))
+        extra = state.data_position if isinstance(state.data_position, dict) else {}
+        return Restored(counters.global_step, counters.skipped_steps, dict(extra))
+
+    # Parameters
+
+    def _master(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
+        """Return one parameter's fp32 master; its weight where it is frozen."""
+        weight = _parameter_view(self._weights, shard, spec)
+        if spec.dtype != "bfloat16" or not spec.trainable:
+            return weight.to(torch.float32, copy=True)
+        low = torch.empty(spec.numel, dtype=torch.int16)
+        for tile, section in _tiles(shard.layout):
+            pieces = [piece for piece in tile_segments(section, tile) if piece.parameter == spec.name]
+            if not pieces:
+                continue
+            lease = self._store.fetch_tile(tile).wait()
+            plane = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
+            for piece in pieces:
+                low[piece.parameter_offset : piece.parameter_offset + piece.length] = plane[
+                    piece.offset : piece.offset + piece.length
+                ]
+            lease.release()
+        return join_master(weight, low.view(weight.shape))
+
+    # Checkpoints
+
+    def _load_shard(self, checkpoint: Checkpoint, shard: Shard) -> None:
+        layout = shard.layout
+        buffer = self._store.weights(layout.index) or self._staging(layout.index)
+        flat = buffer.tensor(torch.uint8, layout.shard_weight_bytes)
+        for section in layout.sections:
+            start = section.shard_byte_offset
+            elements = flat[start : start + section.shard_elements * section.element_bytes].view(TORCH_DTYPES[section.dtype])
+            for piece in section.segments:
+                into = elements[piece.offset : piece.offset + piece.length]
+                checkpoint.read(piece.parameter, WEIGHT, piece.parameter_offset, piece.length, into)
+        self._store.publish_weights(layout.index, buffer).wait()
+        for tile, section in _tiles(layout):
+            lease = self._store.new_tile(tile)
+            for plane in tile.planes:
+                values = lease.buffer.tensor(TORCH_DTYPES_OF_PLANES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name))
+                for piece in tile_segments(section, tile):
+                    into = values[piece.offset : piece.offset + piece.length]
+                    checkpoint.read(piece.parameter, plane.name, piece.parameter_offset, piece.length, into)
+            self._store.publish_tile(tile, lease)
+
+    def _load_buffers(self, checkpoint: Checkpoint) -> None:
+        stored = dict(checkpoint.specs(BUFFER))
+        for name, buffer in _buffers(self._module):
+            if name in stored:
+                into = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                checkpoint.read(name, BUFFER, 0, buffer.numel(), into)
+                buffer.detach().copy_(into.view(buffer.shape))
+
+    def _fingerprint(self) -> Fingerprint:
+        specs = [
+            TensorSpec(spec.name, spec.dtype, spec.shape) for shard in self._shards for spec in shard.layout.specs
+        ]
+        return Fingerprint(tuple(specs), self._aliases())
+
+    def _aliases(self) -> dict[str, str]:
+        return {alias: use.name for shard in self._shards for use in shard.group.uses for alias in use.aliases}
+
+
+TORCH_DTYPES_OF_PLANES = {"int16": torch.int16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardSource:
+    """The tensors of one shard for a checkpoint."""
+
+    shard: Shard
+    store: Store
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        return self.shard.layout.name
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        found = []
+        for spec in self.shard.layout.specs:
+            found.append(TensorSpec(tensor_name(WEIGHT, spec.name), spec.dtype, spec.shape))
+            section = next(section for section in self.shard.layout.sections if spec.name in {p[0] for p in section.parameters})
+            found += [TensorSpec(tensor_name(plane.name, spec.name), plane.dtype, spec.shape) for plane in section.planes]
+        return found
+
+    def pieces(self) -> Iterator[tuple[str, int, HostData]]:
+        for spec in self.shard.layout.specs:
+            yield tensor_name(WEIGHT, spec.name), 0, _parameter_view(self.weights, self.shard, spec).reshape(-1)
+        for tile, section in _tiles(self.shard.layout):
+            lease = self.store.fetch_tile(tile).wait()
+            for plane in tile.planes:
+                dtype = TORCH_DTYPES_OF_PLANES[plane.dtype]
+                values = lease.buffer.tensor(dtype, tile.num_elements, tile.plane_offset(plane.name))
+                for piece in tile_segments(section, tile):
+                    elements = values[piece.offset : piece.offset + piece.length]
+                    yield tensor_name(plane.name, piece.parameter), piece.parameter_offset, elements
+            lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferSource:
+    """The module's buffers for a checkpoint."""
+
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        return "buffers"
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        return [
+            TensorSpec(tensor_name(BUFFER, name), str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape))
+            for name, buffer in _buffers(self.module)
+        ]
+
+    def pieces(self) -> Iterator[tuple[str, int, HostData]]:
+        for name, buffer in _buffers(self.module):
+            yield tensor_name(BUFFER, name), 0, buffer.detach().cpu().contiguous().view(-1)
+
+
+def _parameter_view(weights: Weights, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
+    """Return the parameter's weight on the CPU; it stays valid until other weights are asked for."""
+    views = weights.acquire(shard.index)
+    weights.release(shard.index)
+    return views[spec.name].detach().cpu()
+
+
+def _tiles(layout: ShardLayout) -> Iterator[tuple[Tile, Section]]:
+    return ((tile, layout.sections[tile.section]) for tile in layout.tiles)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)

@@ -1,0 +1,32 @@
+"""What a step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """The decision about one optimizer step."""
+
+    grad_norm: float  # global L2 norm before clipping; not finite where a gradient was not
+    clip_coefficient: float  # gradients were multiplied by it
+    lr: float
+    skipped: bool  # a gradient was not finite: no state was touched
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step of `train_batch`. NVMe bytes are those that moved while it ran: the update of the step before included."""
+
+    step: int  # counted from 1
+    loss: float  # weighted mean over the micro-batches
+    losses: tuple[float, ...]
+    grad_norm: float
+    clip_coefficient: float
+    lr: float
+    skipped: bool
+    unit_loads: int
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    gradient_spill_bytes: int

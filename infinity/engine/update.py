@@ -1,0 +1,67 @@
+"""One optimizer step: norm, finiteness and clip coefficient are fixed, then the update becomes due for every shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.engine.results import UpdateResult
+from infinity.engine.waiting_gradients import WaitingGradients
+from infinity.optim.grad_norm import clip_coefficient, global_norm
+from infinity.optim.hyper import UpdateStep
+from infinity.optim.stream import UpdateStream
+from infinity.zero.shard import Residency, Shard
+from infinity.zero.weights import Weights
+
+
+class Updater:
+    """Takes optimizer steps. Resident shards are updated at once; the others when their weights are next asked for."""
+
+    def __init__(
+        self, *, shards: Sequence[Shard], gradients: WaitingGradients, stream: UpdateStream, weights: Weights,
+        optimizer: Optimizer, lr_schedule: LrSchedule, max_norm: float, grad_dtype: str,
+    ) -> None:  # fmt: skip
+        self._shards = shards
+        self._gradients = gradients
+        self._stream = stream
+        self._weights = weights
+        self._optimizer = optimizer
+        self._lr_schedule = lr_schedule
+        self._max_norm = max_norm
+        self._grad_dtype = grad_dtype
+
+    def step(self) -> UpdateResult:
+        """Fix the step from the gradients that wait, and begin it. A non-finite gradient skips it before anything is touched."""
+        facts = self._gradients.take_facts()
+        norm = global_norm(facts.sums_of_squares)
+        lr = self._lr_schedule.lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if not math.isfinite(norm):
+            return UpdateResult(norm, 0.0, lr, skipped=True)
+        coefficient = clip_coefficient(norm, self._max_norm) if self._max_norm > 0 else 1.0
+        self.finish_pending()
+        steps = self._count(facts.touched)
+        self._stream.begin(UpdateStep(self._optimizer.hyper(), steps, coefficient, self._grad_dtype))
+        self._weights.updates_are_due(sorted(steps))
+        self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
+        self._lr_schedule.num_applied_steps += 1
+        self._weights.rewind()
+        return UpdateResult(norm, coefficient, lr, skipped=False)
+
+    def finish_pending(self) -> None:
+        """Make the updates that the step before left, for units that were not called since."""
+        self._weights.update_now([shard.index for shard in self._shards])
+
+    def discard(self) -> None:
+        """Forget the gradients of a step that failed."""
+        self._gradients.discard()
+
+    def _count(self, touched: dict[int, frozenset[str]]) -> dict[int, dict[str, int]]:
+        """Advance the step count of every touched parameter; return the counts by shard."""
+        counts = self._optimizer.steps
+        for parameters in touched.values():
+            for name in parameters:
+                counts[name] = counts.get(name, 0) + 1
+        return {shard: {name: counts[name] for name in sorted(names)} for shard, names in touched.items()}

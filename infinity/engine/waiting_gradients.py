@@ -1,0 +1,97 @@
+"""Final gradients on their way from backward to the update: rounded, measured, and kept in RAM or spilled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.handles import Handle
+from infinity.memory.pool import BufferPool, Lease
+from infinity.optim.grad_norm import shard_sum_of_squares
+from infinity.optim.kernel import AdamKernel
+from infinity.store.layout import ShardLayout
+from infinity.store.store import Store
+from infinity.zero.shard import TORCH_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFacts:
+    """What is known of a step's gradients before the update."""
+
+    sums_of_squares: tuple[float, ...]  # by shard; 0 where no parameter was touched
+    touched: dict[int, frozenset[str]]  # by shard
+
+
+class WaitingGradients:
+    """Where the sums of zero put final gradients. One thread; the buffers are the store's or a slot's."""
+
+    def __init__(
+        self, *, store: Store, layouts: Sequence[ShardLayout], slots: BufferPool | None, kernel: AdamKernel, grad_dtype: str,
+        update_now: Callable[[Sequence[int]], None], device: torch.device,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._layouts = layouts
+        self._slots = slots  # for spilled gradients on their way out
+        self._kernel = kernel
+        self._grad_dtype = grad_dtype
+        self._update_now = update_now
+        self._device = device
+        self._leases: dict[int, Lease] = {}
+        self._on_device: dict[int, torch.Tensor] = {}
+        self._sums_of_squares = [0.0] * len(layouts)
+        self._touched: dict[int, frozenset[str]] = {}
+        self._writes: list[Handle[None]] = []
+
+    def flat(self, shard: int) -> torch.Tensor:
+        """Return the tensor to fill: on the compute device, which is the waiting place itself where the CPU computes."""
+        self._update_now([shard])  # the last step's gradient may still be needed where its unit was not called since
+        if self._device.type != "cpu":
+            dtype = TORCH_DTYPES[self._grad_dtype]
+            self._on_device[shard] = torch.empty(self._layouts[shard].num_state_elements, dtype=dtype, device=self._device)
+            return self._on_device[shard]
+        return self._host(shard)
+
+    def publish(self, shard: int, touched: frozenset[str]) -> None:
+        """Measure the filled gradient and let it wait, or write it out."""
+        on_device = self._on_device.pop(shard, None)
+        host = self._host(shard)
+        if on_device is not None:
+            host.copy_(on_device)
+        num_elements = self._layouts[shard].num_state_elements
+        self._sums_of_squares[shard] = shard_sum_of_squares(self._kernel, host.data_ptr(), num_elements, self._grad_dtype)
+        self._touched[shard] = touched
+        lease = self._leases.pop(shard, None)
+        if lease is not None:
+            write = self._store.publish_gradients(shard, lease.buffer)
+            lease.release_after(write)
+            self._writes.append(write)
+
+    def take_facts(self) -> GradientFacts:
+        """Wait until every gradient is in its place; return what is known of them and begin anew."""
+        for write in self._writes:
+            write.wait()
+        facts = GradientFacts(tuple(self._sums_of_squares), self._touched)
+        self._writes.clear()
+        self._sums_of_squares = [0.0] * len(self._layouts)
+        self._touched = {}
+        return facts
+
+    def discard(self) -> None:
+        """Forget the gradients of a step that failed."""
+        self.take_facts()
+        for lease in self._leases.values():
+            lease.release()
+        self._leases.clear()
+        self._on_device.clear()
+
+    def _host(self, shard: int) -> torch.Tensor:
+        buffer = self._store.gradients(shard)
+        if buffer is None:
+            if shard not in self._leases:
+                if self._slots is None:
+                    raise KeyError(shard)
+                self._leases[shard] = self._slots.lease()
+            buffer = self._leases[shard].buffer
+        return buffer.tensor(TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements)
