@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +41,6 @@ class JsonLines:
                 num_dropped += keep_bytes is not None
             if keep_bytes is not None:
                 self._file.truncate(keep_bytes)
-            self._file.seek(0, os.SEEK_END)
         return num_dropped
 
     def close(self) -> None:
@@ -62,10 +60,9 @@ def open_jsonl(path: Path) -> JsonLines:
     Raises StorageError when that is not possible.
     """
     with _storage_errors("open", path):
-        file = path.open("a+b")
+        file = path.open("a+b")  # every write goes to the end
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-        file.seek(0, os.SEEK_END)
     return JsonLines(path, file)
 
 
