@@ -25,6 +25,7 @@ _LEARNING_RATES = ((60e6, 1e-3), (300e6, 6e-4), (3e9, 3e-4), (float("inf"), 1.5e
 # As the kernel names what makes bf16 matrix products native (x86, Arm).
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CPU_INFO = Path("/proc/cpuinfo")
+_DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,10 @@ def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_nativ
     return Config.from_layers((Layer(_CHOSEN, chosen), *layers))
 
 
-def native_bf16(cpu_info: Path = _CPU_INFO) -> bool:
-    """Return whether this CPU multiplies bf16 matrices natively; without that fp32 is the faster choice."""
+def native_bf16(cpu_info: Path = _CPU_INFO, devices: Path = _DEVICES) -> bool:
+    """Return whether a GPU is here or this CPU multiplies bf16 matrices natively; without that fp32 is the faster choice."""
+    if any(devices.glob("nvidia[0-9]*")):
+        return True
     try:
         words = cpu_info.read_text(encoding="utf-8", errors="replace").split()
     except OSError:

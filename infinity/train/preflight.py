@@ -130,8 +130,6 @@ def _check_nvme(path: Path, undo: ExitStack, reporter: Reporter) -> DirectoryFac
     facts = check_directory(path)
     if is_new:
         undo.callback(_remove_if_empty, path)
-    if facts.is_memory:
-        reporter.note(f"{path} is {facts.file_system}: this is RAM and not a disk, so it saves no memory.")
     for removed in remove_dead_runs(facts.path):
         reporter.note(f"Removed {removed.path}, the swap files of a dead run: {format_bytes(removed.num_bytes)}.")
     return check_directory(path)  # with the space that this gave back

@@ -1,0 +1,114 @@
+"""What the preflight says, removes and undoes before anything heavy starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_fakes import Remembering, fake_options
+
+from infinity.config import Layer
+from infinity.errors import DataError, SwapSpaceError
+from infinity.train.options import native_bf16, resolve_config
+from infinity.train.preflight import check_run, least_nvme_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"some text" * 100)
+    return path
+
+
+def config_for(directory: Path, **keys: object) -> object:
+    layers = [Layer("test", {"infinity.nvme": str(directory), **keys})]
+    return resolve_config(layers, model="gpt-1m", steps=6, has_native_bf16=True)
+
+
+def test_a_directory_made_for_a_run_that_cannot_start_goes_again(tmp_path: Path, data: Path) -> None:
+    """Too little space says needed and free bytes, and the directory that was made is gone; one that was there stays."""
+    forced = {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_param.device": "nvme"}
+    for directory, stays in ((tmp_path / "new", False), (tmp_path / "old", True)):
+        if stays:
+            directory.mkdir()
+        options = replace(fake_options(tmp_path / "out", data), model="gpt-70b", config=config_for(directory, **forced))
+        with pytest.raises(SwapSpaceError, match=r"needs 783.06 GiB \(\d+ bytes\), .* are free"):
+            check_run(options, Remembering())
+        assert directory.exists() is stays
+
+
+def test_bad_data_are_found_before_any_directory_is_made(tmp_path: Path, data: Path) -> None:
+    """Data too short for a sequence stop the run before its NVMe directory exists."""
+    options = replace(fake_options(tmp_path / "out", data), seq_len=1000, config=config_for(tmp_path / "new"))
+    with pytest.raises(DataError, match="found 900 bytes"):
+        check_run(options, Remembering())
+    assert not (tmp_path / "new").exists()
+
+
+def test_swap_files_of_dead_runs_are_removed_and_named(tmp_path: Path, data: Path) -> None:
+    """A run that was killed leaves its directory; the next run removes it, says so, and sees the space (C20)."""
+    code = (
+        "import os, sys; from pathlib import Path; from infinity.store.directory import claim_run\n"
+        "claim_run(Path(sys.argv[1]), 'killed'); os._exit(9)"
+    )
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    subprocess.run([sys.executable, "-c", code, str(directory)], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert (directory / "infinity-killed").exists()
+    reporter = Remembering()
+    check_run(replace(fake_options(tmp_path / "out", data), config=config_for(directory)), reporter)
+    assert not (directory / "infinity-killed").exists()
+    assert any("infinity-killed, the swap files of a dead run" in note for note in reporter.notes)
+
+
+def test_memory_file_systems_are_said_to_be_ram(tmp_path: Path, data: Path) -> None:
+    """A directory on tmpfs works and is said, once, to be memory and not a disk (C28)."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        pytest.skip("no /dev/shm to write to")
+    reporter = Remembering()
+    check_run(replace(fake_options(tmp_path / "out", data), config=config_for(memory)), reporter)
+    assert len([note for note in reporter.notes if "tmpfs" in note]) == 1
+
+
+@pytest.mark.parametrize(("is_bf16", "optimizer", "params", "expected"), [
+    (True, "nvme", "nvme", 12), (True, "nvme", "cpu", 10), (False, "nvme", "nvme", 12), (False, "auto", "nvme", 4),
+    (True, "auto", "auto", 0),
+])  # fmt: skip
+def test_least_bytes_on_disk(tmp_path: Path, is_bf16: bool, optimizer: str, params: str, expected: int) -> None:
+    """Bytes per parameter that are forced to disk: 10 + 2 in bf16, 8 + 4 in fp32."""
+    keys: dict[str, object] = {"zero_optimization.offload_optimizer.device": optimizer,
+                               "zero_optimization.offload_param.device": params, "bf16.enabled": is_bf16}  # fmt: skip
+    assert least_nvme_bytes(config_for(tmp_path, **keys), 1000) == 1000 * expected
+
+
+def test_bf16_is_chosen_where_the_machine_multiplies_it(tmp_path: Path) -> None:
+    """x86 with AVX-512 BF16 or AMX and Arm with BF16 have it; an older CPU and a system without the table do not."""
+    table = tmp_path / "cpuinfo"
+    for text, expected in (
+        ("flags : fpu avx512_bf16", True),
+        ("Features : asimd bf16", True),
+        ("flags : avx2 avx512f", False),
+    ):
+        table.write_text(text)
+        assert native_bf16(table, devices=tmp_path) is expected
+    assert not native_bf16(tmp_path / "absent", devices=tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert native_bf16(tmp_path / "absent", devices=tmp_path)
+
+
+def test_what_the_user_says_wins_over_what_is_chosen(tmp_path: Path) -> None:
+    """Choices fill only what the layers leave open, and a total batch size is not contradicted by chosen parts."""
+    config = resolve_config([Layer("test", {"train_batch_size": 6, "optimizer.params.lr": 1e-5})], model="gpt-1m", steps=6,
+                            has_native_bf16=False)  # fmt: skip
+    batch = config.batch(world_size=1)
+    assert (batch.train_batch_size, config.optimizer.params.lr, config.bf16.enabled) == (6, 1e-5, False)
+    assert config.scheduler.params.total_num_steps == 6
+    small, large = (resolve_config([], model=model, steps=9, has_native_bf16=True) for model in ("gpt-25m", "gpt-7b"))
+    assert small.optimizer.params.lr > large.optimizer.params.lr
