@@ -9,7 +9,8 @@ from infinity.optim.hyper import AdamHyper
 from infinity.optim.kernel import AdamArrays, MasterFormat, kernel_names, open_kernel
 from infinity.optim.reference import join_master, split_master
 
-LARGEST = 0x7F7F7FFF
+MAGNITUDE, INFINITY, QUIET_NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+LARGEST = 0x7F7F7FFF  # of the masters that round to a finite bf16
 
 
 def half_up(master: torch.Tensor) -> torch.Tensor:
@@ -24,21 +25,14 @@ def half_up(master: torch.Tensor) -> torch.Tensor:
 
 
 def assert_splits(bits: torch.Tensor) -> None:
-    """The bits come back, except for what is clamped and for NaN."""
-    master = bits.view(torch.float32)
-    high, low = split_master(master)
-    joined = join_master(high, low)
-    magnitude = bits & 0x7FFFFFFF
-    clamped = (magnitude > LARGEST) & (magnitude < 0x7F800000)
-    exact = ~clamped & ~master.isnan()
-    assert torch.equal(joined.view(torch.int32)[exact], bits[exact])
-    assert bool((joined[clamped].view(torch.int32) & 0x7FFFFFFF == LARGEST).all())
-    assert torch.equal(joined[clamped].signbit(), master[clamped].signbit())
-    assert bool(joined[master.isnan()].isnan().all())
-    assert bool(high[master.isnan()].isnan().all())
-    assert bool(high[~master.isnan() & ~master.isinf()].isfinite().all())
-    finite = master.isfinite()
-    assert torch.equal(high[finite].view(torch.int16), half_up(master[finite]).view(torch.int16))
+    """The bits come back, except for what is clamped and for NaN; weights are finite where the master is."""
+    high, low = split_master(bits.view(torch.float32))
+    sign, magnitude = bits & ~MAGNITUDE, bits & MAGNITUDE
+    expected = torch.where((magnitude > LARGEST) & (magnitude < INFINITY), sign | LARGEST, bits)
+    expected = torch.where(magnitude > INFINITY, sign | QUIET_NAN, expected)
+    assert torch.equal(join_master(high, low).view(torch.int32), expected)
+    exponent_is_full = (high.view(torch.int16) & 0x7F80) == 0x7F80
+    assert torch.equal(exponent_is_full, magnitude >= INFINITY)
 
 
 def test_split_is_a_bijection_on_samples() -> None:
@@ -49,13 +43,18 @@ def test_split_is_a_bijection_on_samples() -> None:
     )
     generator = torch.Generator().manual_seed(3)
     random = torch.randint(0, 1 << 32, (1_000_000,), generator=generator)
-    assert_splits(torch.cat([(exponents + edges).flatten(), random]).to(torch.int32))
+    bits = torch.cat([(exponents + edges).flatten(), random]).to(torch.int32)
+    assert_splits(bits)
+    master = bits.view(torch.float32)
+    master = master[master.isfinite()]
+    assert torch.equal(split_master(master)[0].view(torch.int16), half_up(master).view(torch.int16))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_split_is_a_bijection_on_all_patterns() -> None:
     """All 2^32 patterns."""
-    chunk = 1 << 24
+    chunk = 1 << 22  # the temporaries stay in the cache
     for start in range(0, 1 << 32, chunk):
         assert_splits(torch.arange(start, start + chunk).to(torch.int32))
 

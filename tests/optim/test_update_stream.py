@@ -176,6 +176,27 @@ def test_a_load_returns_new_weights_before_they_are_written() -> None:
         assert got != before
 
 
+def test_a_buffer_is_in_use_until_its_weights_are_written() -> None:
+    """Overwritten the moment `written` says so, the buffer spoils nothing; with `fetch` alone, it says so after the read."""
+    for policy in IoPolicy:
+        with open_world(Tier.NVME, delay_seconds=0.002, policy=policy) as world:
+            world.begin(world.touch_all())
+            for shard in range(3):
+                lease = world.slots.lease()
+                load = world.stream.load(shard, lease.buffer, fetch=True)
+                load.wait()
+                load.written.wait()
+                lease.buffer.tensor(torch.uint8, lease.buffer.num_bytes).fill_(0xEE)
+                lease.release()
+            world.stream.drain()
+            world.assert_right()
+            lease = world.slots.lease()
+            world.stream.load(0, lease.buffer, fetch=True).written.wait()
+            stored = world.store.bytes["weights", 0, -1].tensor(torch.uint8, world.layouts[0].shard_weight_bytes)
+            assert torch.equal(lease.buffer.tensor(torch.uint8, stored.numel()), stored)
+            lease.release()
+
+
 def test_untouched_parameters_keep_everything_and_cost_no_io() -> None:
     """Weight, moments and step count stay; tiles of untouched parameters alone are not read."""
     with open_world(Tier.NVME) as world:
