@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +99,13 @@ class Persistence:
 
     def _master(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
         """Return one parameter's fp32 master; its weight where it is frozen."""
-        weight = _parameter_view(self._weights, shard, spec)
-        if spec.dtype != "bfloat16" or not spec.trainable:
-            return weight.to(torch.float32, copy=True)
+        with _held(self._weights, shard, spec) as weight:
+            if spec.dtype != "bfloat16" or not spec.trainable:
+                return weight.to(torch.float32, copy=True)
+            return join_master(weight, self._master_low(shard, spec).view(weight.shape))
+
+    def _master_low(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
+        """Return the low halves of one parameter's split master, int16 [numel]."""
         low = torch.empty(spec.numel, dtype=torch.int16)
         for tile, section in _tiles(shard.layout):
             pieces = [piece for piece in tile_segments(section, tile) if piece.parameter == spec.name]
@@ -113,7 +118,7 @@ class Persistence:
                     piece.offset : piece.offset + piece.length
                 ]
             lease.release()
-        return join_master(weight, low.view(weight.shape))
+        return low
 
     # Checkpoints
 
@@ -181,7 +186,8 @@ class _ShardSource:
 
     def pieces(self) -> Iterator[tuple[str, int, HostData]]:
         for spec in self.shard.layout.specs:
-            yield tensor_name(WEIGHT, spec.name), 0, _parameter_view(self.weights, self.shard, spec).reshape(-1)
+            with _held(self.weights, self.shard, spec) as weight:
+                yield tensor_name(WEIGHT, spec.name), 0, weight.reshape(-1)
         for tile, section in _tiles(self.shard.layout):
             lease = self.store.fetch_tile(tile).wait()
             for plane in tile.planes:
@@ -215,11 +221,14 @@ class _BufferSource:
             yield tensor_name(BUFFER, name), 0, buffer.detach().cpu().contiguous().view(-1)
 
 
-def _parameter_view(weights: Weights, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
-    """Return the parameter's weight on the CPU; it stays valid until other weights are asked for."""
+@contextmanager
+def _held(weights: Weights, shard: Shard, spec: ParameterSpec) -> Iterator[torch.Tensor]:
+    """Give one parameter's weight on the CPU for the time of the block; released, its slot may be filled at once."""
     views = weights.acquire(shard.index)
-    weights.release(shard.index)
-    return views[spec.name].detach().cpu()
+    try:
+        yield views[spec.name].detach().cpu()
+    finally:
+        weights.release(shard.index)
 
 
 def _tiles(layout: ShardLayout) -> Iterator[tuple[Tile, Section]]:
