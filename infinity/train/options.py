@@ -11,7 +11,7 @@ from infinity.errors import ConfigError
 from infinity.models.presets import parameter_count, preset
 
 DEFAULT_MODEL = "gpt-25m"
-DEFAULT_STEPS = 120
+DEFAULT_STEPS = 150
 DEFAULT_SEQ_LEN = 256
 DEFAULT_KEEP = 2
 DEFAULT_EVAL_BATCHES = 8
@@ -19,7 +19,6 @@ DEFAULT_EVAL_BATCHES = 8
 _CHOSEN = "chosen by infinity train"
 _MICRO_BATCH_SIZE, _NUM_MICRO_BATCHES = 4, 2
 _WARMUP_STEPS = 10
-_MIN_LR_RATIO = 0.1
 # Peak learning rate by parameter count: smaller models bear larger ones.
 _LEARNING_RATES = ((60e6, 1e-3), (300e6, 6e-4), (3e9, 3e-4), (float("inf"), 1.5e-4))
 # As the kernel names what makes bf16 matrix products native (x86, Arm).
@@ -60,7 +59,6 @@ def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_nativ
         "optimizer.params.betas": [0.9, 0.95],
         "optimizer.params.weight_decay": 0.1,
         "scheduler.type": "cosine",
-        "scheduler.params.min_ratio": _MIN_LR_RATIO,
         "scheduler.params.warmup_num_steps": min(_WARMUP_STEPS, max(1, steps) // 4),
         "scheduler.params.total_num_steps": max(1, steps),
     }
