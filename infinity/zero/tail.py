@@ -46,11 +46,13 @@ def straight_backward(micro_batch: MicroBatch, loss: torch.Tensor, coefficient: 
     if last is None:
         return [Root(loss, scaled(loss, coefficient))]
     leaves = list(micro_batch.leaves)
-    ends = [*last.inputs, last.anchor, *(leaf.tensor for leaf in leaves)]
+    ends = [*last.inputs, *(leaf.tensor for leaf in leaves)]
+    if last.anchor.requires_grad:  # a frozen unit has none of its own to ask for
+        ends.append(last.anchor)
     gradients = torch.autograd.grad(loss, ends, scaled(loss, coefficient), allow_unused=True)
-    for leaf, gradient in zip(leaves, gradients[len(last.inputs) + 1 :], strict=True):
+    for leaf, gradient in zip(leaves, gradients[len(last.inputs) :], strict=False):
         if gradient is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.position, gradient, late=micro_batch.late)
+            sums.add(leaf.shard, leaf.parameter, leaf.position, gradient)
     micro_batch.leaves.clear()
     micro_batch.last_call = None
     return [Root(tensor, gradient) for tensor, gradient in zip(last.inputs, gradients, strict=False) if gradient is not None]
