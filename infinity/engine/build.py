@@ -27,18 +27,20 @@ from infinity.engine.update import Updater
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import DoesNotFit, IllegalTransition
 from infinity.memory.arena import Buffer, open_arena
+from infinity.memory.base import measure_base
 from infinity.memory.host_allocator import tune_host_allocator
 from infinity.memory.ledger import Ledger
-from infinity.memory.limits import host_limit_bytes, rss_bytes
+from infinity.memory.limits import host_limit_bytes
 from infinity.memory.pool import BufferPool, Lease, open_pool
 from infinity.memory.transfer import open_transfers
-from infinity.optim.kernel import AdamKernel, open_kernel
+from infinity.optim.kernel import open_kernel
 from infinity.optim.pipeline import IoPolicy
 from infinity.optim.schedules import build_schedule
-from infinity.optim.stream import UpdateStream, open_update_stream
+from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan, PlanRequest, Schedule, make_plan
 from infinity.placement.plan import Owner, UnitPlan
 from infinity.states import Tier
+from infinity.store.checks import check_directory
 from infinity.store.layout import ELEMENT_BYTES, ParameterSpec, ShardLayout
 from infinity.store.shares import ShardShares
 from infinity.store.store import Store, open_store
@@ -96,13 +98,15 @@ def initialize(
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
     """
     resolved = Config.from_any(config)
-    base_bytes = rss_bytes()
-    tune_host_allocator()
+    allocator = tune_host_allocator()
+    base_bytes = measure_base()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     pieces = cut(model, resolved)
     plan = plan_for(pieces, resolved, placement or Placement.from_config(resolved), device, activation_bytes)
     with ExitStack() as resources:
-        engine = _compose(model, resolved, pieces, plan, device, resources, init, run_name, num_steps, base_bytes)
+        engine = _compose(
+            model, resolved, pieces, plan, device, resources, init, run_name, num_steps, base_bytes, allocator.notes
+        )
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
 
 
@@ -148,16 +152,15 @@ def _first_that_fits(requests: Sequence[PlanRequest]) -> Plan:
 def _compose(
     model: nn.Module, config: Config, pieces: CutModel, plan: Plan, device: torch.device, resources: ExitStack,
     init: Initializer | None, run_name: str, num_steps: int | None, base_bytes: int,
+    allocator_notes: tuple[str, ...],
 ) -> Engine:  # fmt: skip
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
     recorder = Recorder()
     transfers = open_transfers(device)
     pin = config.pin_memory and device.type == "cuda"
     grad_dtype = _GRAD_DTYPES[config.grad_dtype]
-    placed = tuple(
-        (layout, _shares(unit, layout)) for layout, unit in zip(pieces.layouts, plan.units, strict=True)
-    )
-    io_engine, notes = _open_io(config, plan, resources)
+    placed = tuple((layout, _shares(unit, layout)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
+    io_engine, io_notes = _open_io(config, plan, resources)
     store = open_store(
         directories=config.nvme_directories, engine=io_engine, ledger=ledger, recorder=recorder, run_name=run_name, pin=pin,
         num_tile_slots=max(1, plan.num_tile_slots), shards=placed, grad_element_bytes=ELEMENT_BYTES[grad_dtype],
@@ -173,7 +176,9 @@ def _compose(
     _fill(store, pieces, InitializedValues(init), slots)
     shards = _take_over(pieces, plan, store, device)
     kept = {shard.index: _kept_slot(store, shard, device) for shard in shards if shard.residency is not Residency.ABSENT}
-    weights = Weights(shards, slots, kept, lambda shard, buffer, fetch: stream.load(shard, buffer, fetch=fetch), transfers, recorder)
+    weights = Weights(
+        shards, slots, kept, lambda shard, buffer, fetch: stream.load(shard, buffer, fetch=fetch), transfers, recorder
+    )
     gradient_slots = _open_gradient_slots(plan, ledger, pin, resources)
     gradients = WaitingGradients(
         store=store, layouts=pieces.layouts, slots=gradient_slots, kernel=kernel, grad_dtype=grad_dtype,
@@ -182,7 +187,7 @@ def _compose(
     sums = GradientSums(shards, gradients)
     randomness = Randomness(config.seed, device)
     activations = ActivationMeter(ledger, device, base_bytes)
-    walk = _build_walk(pieces, shards, plan, weights, sums, randomness, device, config, activations)
+    walk = _build_walk(model, pieces, shards, plan, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = build_optimizer(config.optimizer)
     lr_schedule = _lr_schedule(config, num_steps)
@@ -203,7 +208,7 @@ def _compose(
             module=model, config=config, plan=plan, device=device, ledger=ledger, recorder=recorder, walk=walk, weights=weights,
             order=order, vertical=VerticalSchedule(walk, weights, order, recorder, device), randomness=randomness,
             updater=updater, optimizer=optimizer, lr_schedule=lr_schedule, persistence=persistence, activations=activations,
-            num_micro_batches=config.batch(1).num_micro_batches, notes=notes, resources=resources.pop_all(),
+            num_micro_batches=config.batch(1).num_micro_batches, notes=(*config.notes(), *io_notes, *allocator_notes), resources=resources.pop_all(),
         )
     )  # fmt: skip
 
@@ -214,15 +219,14 @@ def _shares(unit: UnitPlan, layout: ShardLayout) -> ShardShares:
 
 def _open_io(config: Config, plan: Plan, resources: ExitStack) -> tuple[IoEngine, tuple[str, ...]]:
     """Return the I/O engine that works in the directories, and what was not available there."""
-    kind, notes = config.infinity.engine, []
-    if plan.uses_nvme:
-        for directory in config.nvme_directories:
-            found = probe(directory, kind)
-            kind = found.engine if kind == "auto" else kind
-            notes += found.notes
-    engine = open_engine(
-        kind if plan.uses_nvme else "threads", queue_depth=config.aio.queue_depth, block_bytes=config.aio.block_size
-    )
+    kind: str = config.infinity.engine if plan.uses_nvme else "threads"
+    notes: list[str] = []
+    for directory in config.nvme_directories if plan.uses_nvme else ():
+        check_directory(directory)
+        found = probe(directory, kind)
+        kind = found.engine if kind == "auto" else kind
+        notes += found.notes
+    engine = open_engine(kind, queue_depth=config.aio.queue_depth, block_bytes=config.aio.block_size)
     resources.callback(engine.close)
     return engine, tuple(notes)
 
@@ -233,7 +237,9 @@ def _open_weight_slots(
     """Reserve the slots of gathered weights; where there are none, one page serves as staging for empty shards."""
     count = plan.num_weight_slots
     if count == 0:
-        return [Slot(_arena(PAGE_BYTES, ledger, Owner.ROOT, pin, resources), torch.empty(0, dtype=torch.uint8, device=device))]
+        return [
+            Slot(_arena(PAGE_BYTES, ledger, Owner.ROOT, pin, resources), torch.empty(0, dtype=torch.uint8, device=device))
+        ]
     slot_bytes = plan.weight_slot_bytes if device.type == "cpu" else max(plan.weight_slot_bytes, plan.host_weight_slot_bytes)
     arena = _arena(count * slot_bytes, ledger, Owner.WEIGHT_SLOTS, pin, resources)
     return [_slot(arena.part(index * slot_bytes, slot_bytes), device) for index in range(count)]
@@ -318,7 +324,9 @@ def _resident_parameters(
             continue
         use.parameter.data = views[use.name]
     return {
-        use.name: nn.Parameter(views[use.name], requires_grad=use.parameter.requires_grad) if use.parameter.is_meta else use.parameter
+        use.name: nn.Parameter(views[use.name], requires_grad=use.parameter.requires_grad)
+        if use.parameter.is_meta
+        else use.parameter
         for use in group.uses
     }
 
@@ -331,7 +339,7 @@ def _absent(spec: ParameterSpec, unit: str, device: torch.device) -> AbsentParam
 
 
 def _build_walk(
-    pieces: CutModel, shards: Sequence[Shard], plan: Plan, weights: Weights, sums: GradientSums, randomness: Randomness,
+    module: nn.Module, pieces: CutModel, shards: Sequence[Shard], plan: Plan, weights: Weights, sums: GradientSums, randomness: Randomness,
     device: torch.device, config: Config, activations: ActivationMeter,
 ) -> Walk:  # fmt: skip
     device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
@@ -344,7 +352,7 @@ def _build_walk(
     ]  # fmt: skip
     absent = {shard.index for shard in shards if shard.residency is Residency.ABSENT}
     rerun = [config.infinity.recompute or bool(absent.intersection(unit.groups)) for unit in pieces.units]
-    return Walk(runtimes, rerun, root_bindings(pieces.units, shards), weights, sums, randomness)
+    return Walk(module, runtimes, rerun, root_bindings(pieces.units, shards), weights, sums, randomness)
 
 
 def _lr_schedule(config: Config, num_steps: int | None) -> LrSchedule:

@@ -280,7 +280,11 @@ class Engine:
         """
         self.synchronize()
         return self._parts.persistence.save(
-            Path(directory), global_step=self.global_steps, skipped_steps=self.skipped_steps, extra=dict(extra or {}), keep=keep
+            Path(directory),
+            global_step=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            extra=dict(extra or {}),
+            keep=keep,
         )
 
     def load_checkpoint(self, path: str | Path) -> dict[str, object]:
@@ -392,13 +396,13 @@ class _Gate(torch.autograd.Function):
     """Identity in forward; in backward it tells the engine and scales the gradient to the mean over micro-batches."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, engine: Engine, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.engine = engine
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         factor = ctx.engine.backward_begins()
         return None, *(None if gradient is None else gradient * factor for gradient in gradients)
 

@@ -136,7 +136,9 @@ class Persistence:
         for tile, section in _tiles(layout):
             lease = self._store.new_tile(tile)
             for plane in tile.planes:
-                values = lease.buffer.tensor(TORCH_DTYPES_OF_PLANES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name))
+                values = lease.buffer.tensor(
+                    TORCH_DTYPES_OF_PLANES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name)
+                )
                 for piece in tile_segments(section, tile):
                     into = values[piece.offset : piece.offset + piece.length]
                     checkpoint.read(piece.parameter, plane.name, piece.parameter_offset, piece.length, into)
@@ -151,9 +153,7 @@ class Persistence:
                 buffer.detach().copy_(into.view(buffer.shape))
 
     def _fingerprint(self) -> Fingerprint:
-        specs = [
-            TensorSpec(spec.name, spec.dtype, spec.shape) for shard in self._shards for spec in shard.layout.specs
-        ]
+        specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for shard in self._shards for spec in shard.layout.specs]
         return Fingerprint(tuple(specs), self._aliases())
 
     def _aliases(self) -> dict[str, str]:
@@ -180,7 +180,9 @@ class _ShardSource:
         found = []
         for spec in self.shard.layout.specs:
             found.append(TensorSpec(tensor_name(WEIGHT, spec.name), spec.dtype, spec.shape))
-            section = next(section for section in self.shard.layout.sections if spec.name in {p[0] for p in section.parameters})
+            section = next(
+                section for section in self.shard.layout.sections if spec.name in {p[0] for p in section.parameters}
+            )
             found += [TensorSpec(tensor_name(plane.name, spec.name), plane.dtype, spec.shape) for plane in section.planes]
         return found
 

@@ -37,6 +37,13 @@ def changed(before: Sequence[BufferValue]) -> tuple[BufferValue, ...]:
     return tuple(buffer for buffer in before if not _equal(buffer.value, buffer.module._buffers[buffer.name]))
 
 
+def restore(earlier: Sequence[BufferValue]) -> None:
+    """Give buffers their earlier values back."""
+    with torch.no_grad():
+        for buffer in changed(earlier):
+            _current(buffer).copy_(buffer.value)
+
+
 @contextmanager
 def put_back(earlier: Sequence[BufferValue]) -> Iterator[None]:
     """Give buffers their earlier values for the time of the block."""

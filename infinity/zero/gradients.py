@@ -46,7 +46,6 @@ class _Sum:
 class _ShardSums:
     num_pending_calls: int = 0
     sums: dict[tuple[str, int], _Sum] = field(default_factory=dict)  # by (parameter, position in the walk)
-    late: list[tuple[str, int, torch.Tensor]] = field(default_factory=list)
     final: bool = False
 
 
@@ -67,14 +66,11 @@ class GradientSums:
         for shard in shards:
             self._states[shard].num_pending_calls += 1
 
-    def add(self, shard: int, parameter: str, position: int, gradient: torch.Tensor, *, late: bool = False) -> None:
-        """Add one micro-batch's gradient from one place in its walk. `late` ones are added after all others, in the order given."""
+    def add(self, shard: int, parameter: str, position: int, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's gradient from one place in its walk."""
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         state = self._states[shard]
-        if late:
-            state.late.append((parameter, position, gradient))
-            return
         present = state.sums.get((parameter, position))
         if present is None:
             state.sums[parameter, position] = _Sum(gradient)
@@ -93,7 +89,7 @@ class GradientSums:
         """All calls of the step are registered: from now on a shard without pending calls is final."""
         self._complete_shards_are_final = True
         for shard, state in enumerate(self._states):
-            if state.num_pending_calls == 0 and (state.sums or state.late) and self._shards[shard].group.units:
+            if state.num_pending_calls == 0 and state.sums and self._shards[shard].group.units:
                 self._finalise(shard)
 
     def finish(self) -> None:
@@ -118,8 +114,6 @@ class GradientSums:
         if state.final:
             return
         state.final = True
-        for parameter, position, gradient in state.late:
-            self.add(shard, parameter, position, gradient)
         layout = self._shards[shard].layout
         totals = _over_positions(state.sums)
         if not totals:
@@ -136,7 +130,6 @@ class GradientSums:
                     part = total.reshape(-1)[segment.parameter_offset : segment.parameter_offset + segment.length]
                     flat[start : start + segment.length].copy_(part)  # the one rounding, to nearest even
         state.sums.clear()
-        state.late.clear()
         self._target.publish(shard, frozenset(totals))
 
 

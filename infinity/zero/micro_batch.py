@@ -44,7 +44,6 @@ class MicroBatch:
     visits: list[Visit] = field(default_factory=list)
     num_calls: dict[int, int] = field(default_factory=dict)  # by unit
     straight: bool = False  # in the tail: forward is followed straight by backward, without a rerun
-    late: bool = False  # its gradients are added after those of the others
     last_call: LastCall | None = None
     leaves: list[TrackedLeaf] = field(default_factory=list)  # made since the last call began; for the straight backward
 

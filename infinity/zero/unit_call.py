@@ -200,7 +200,7 @@ def _rerun_and_backward(
         ]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         del outputs, pairs
-    take_gradients(runtime.sums, leaves, late=call.micro_batch.late)
+    take_gradients(runtime.sums, leaves)
     runtime.sums.complete(runtime.unit.groups)
     return tuple(tensor.grad for tensor in inputs)
 
@@ -250,17 +250,17 @@ def _collector(leaf: TrackedLeaf, sums: GradientSums, micro_batch: MicroBatch) -
 
     def collect(tensor: torch.Tensor) -> None:
         if tensor.grad is not None:
-            sums.add(shard, parameter, position, tensor.grad, late=micro_batch.late)
+            sums.add(shard, parameter, position, tensor.grad)
             tensor.grad = None
 
     return collect
 
 
-def take_gradients(sums: GradientSums, leaves: Sequence[TrackedLeaf], *, late: bool) -> None:
+def take_gradients(sums: GradientSums, leaves: Sequence[TrackedLeaf]) -> None:
     """Move the gradients of leaves whose backward has ended into the sums."""
     for leaf in leaves:
         if leaf.tensor.grad is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.position, leaf.tensor.grad, late=late)
+            sums.add(leaf.shard, leaf.parameter, leaf.position, leaf.tensor.grad)
             leaf.tensor.grad = None
 
 

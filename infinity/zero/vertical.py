@@ -7,8 +7,7 @@ ascending order. At the last unit the tail begins (see tail.py), then one joint 
     forward   unit 0: A-1 .. 0    unit 1: A-1 .. 0    ...    tail: 0, its backward, 1, its backward, ...
     backward  unit L-2: 0 .. A-1  ...                         unit 0: 0 .. A-1
 
-The order of units is learnt by running the first micro-batch of the first step alone. Its tail comes before those of the
-others, so its gradients are booked as late ones.
+The order of units is learnt by running the first micro-batch of the first step alone, once more than it would run.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from greenlet import getcurrent, greenlet
 
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.ambient import Ambient, Modes, ambient, modes
+from infinity.zero.buffers import buffer_values, restore
 from infinity.zero.micro_batch import MicroBatch, Visit
 from infinity.zero.order import UnitOrder
 from infinity.zero.tail import Root, scaled, straight_backward, tail_is_separable
@@ -76,6 +76,8 @@ class VerticalSchedule:
             {m.index: _Runner(m, greenlet(self._body(forward_loss, m))) for m in reversed(micro_batches)}, coefficients
         )
         try:
+            if not self._order.known:
+                self._learn(forward_loss, micro_batches[0])
             with self._walk.ordered_by(self):
                 self._forward(step)
             self._walk.end()
@@ -115,11 +117,8 @@ class VerticalSchedule:
 
     def _forward(self, step: _Step) -> None:
         runners = list(step.runners.values())  # descending
-        if not self._order.known:
-            self._learn(step, runners[0])
         for runner in runners:
-            if runner.loss is None and not runner.thread.dead:
-                self._resume(step, runner)
+            self._resume(step, runner)
         while waiting := [runner for runner in runners if not runner.thread.dead]:
             earliest = min(self._rank(runner) for runner in waiting)
             group = [runner for runner in waiting if self._rank(runner) == earliest]
@@ -148,8 +147,7 @@ class VerticalSchedule:
         if loss is None:
             return
         step.losses[index] = loss.detach()
-        if not runner.micro_batch.late:
-            step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
+        step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
 
     def _rank(self, runner: _Runner) -> float:
         return self._order.rank(runner.micro_batch.visits, runner.waiting_at)
@@ -157,24 +155,24 @@ class VerticalSchedule:
     def _at_tail(self, runner: _Runner) -> bool:
         return self._order.separable and runner.waiting_at == self._order.last
 
-    def _learn(self, step: _Step, runner: _Runner) -> None:
-        """Run one micro-batch alone to its end, remember its way, and take its tail backward at once where that is possible."""
-        runner.micro_batch.late = True
-        while not runner.thread.dead:
-            self._resume(step, runner)
-        micro_batch, loss = runner.micro_batch, runner.loss
-        if loss is None:
-            return
-        separable = tail_is_separable(micro_batch, loss)
+    def _learn(self, forward_loss: ForwardLoss, first: MicroBatch) -> None:
+        """Run a micro-batch alone, remember its way, and forget all else: gradients, buffers that it changed, its graph.
+
+        Were it kept, its backward would come after all the others', and every unit's sums would wait for it.
+        """
+        micro_batch = MicroBatch(first.index, first.global_index)
+        before = buffer_values(self._walk.module)
+        try:
+            self._walk.begin(micro_batch)
+            loss = forward_loss(micro_batch)
+            separable = tail_is_separable(micro_batch, loss)
+        finally:
+            self._walk.end()
+            self._walk.sums.discard()
+            restore(before)
+        self._recorder.count("tails_not_separable", int(not separable))
         self._order.learn(micro_batch.visits, separable=separable)
-        coefficient = step.coefficients[micro_batch.index]
-        if separable:
-            step.roots.extend(straight_backward(micro_batch, loss, coefficient, self._walk.sums))
-        else:
-            self._recorder.count("tails_not_separable", 1)
-            step.roots.append(Root(loss, scaled(loss, coefficient)))
-        micro_batch.late = False  # the rest of its backward comes in its place
-        self._expect_order()
+        self._weights.expect(self._order.vertical_sequence(self._walk.groups))
 
     # Tail and backward
 
@@ -218,9 +216,6 @@ class VerticalSchedule:
     def _release(self, step: _Step) -> None:
         while step.held:
             self._weights.release(step.held.pop())
-
-    def _expect_order(self) -> None:
-        self._weights.expect(self._order.vertical_sequence(self._walk.groups))
 
     def _close(self, step: _Step) -> None:
         """Whatever happened: no greenlet is left, no weights are held, the root group's parameters are in their places."""

@@ -36,9 +36,10 @@ class Walk:
     """Routes every call of every unit. Owner: the engine. One thread; between steps no micro-batch is walking."""
 
     def __init__(
-        self, units: Sequence[UnitRuntime], rerun: Sequence[bool], root: Sequence[Binding], weights: WeightSource,
+        self, module: nn.Module, units: Sequence[UnitRuntime], rerun: Sequence[bool], root: Sequence[Binding], weights: WeightSource,
         sums: GradientSums, randomness: Randomness,
     ) -> None:  # fmt: skip
+        self.module = module
         self._units = tuple(units)
         self._rerun = tuple(rerun)  # by unit: whether its weights leave between forward and backward
         self._root = tuple(root)

@@ -93,7 +93,7 @@ class Harness:
             for unit in self.units
         ]  # fmt: skip
         self.walk = Walk(
-            runtimes, [absent] * len(runtimes), root_bindings(self.units, self.shards), self.weights, self.sums,
+            model, runtimes, [absent] * len(runtimes), root_bindings(self.units, self.shards), self.weights, self.sums,
             self.randomness,
         )  # fmt: skip
         self.order = UnitOrder(len(self.units))
