@@ -273,7 +273,9 @@ class Engine:
         self.synchronize()
         return self._parts.persistence.state_dict()
 
-    def save_checkpoint(self, directory: str | Path, *, extra: Mapping[str, object] | None = None, keep: int | None = None) -> Path:  # fmt: skip
+    def save_checkpoint(
+        self, directory: str | Path, *, extra: Mapping[str, object] | None = None, keep: int | None = None
+    ) -> Path:
         """Write `<directory>/step-<n>` and return its path; `extra` is JSON-able and comes back from `load_checkpoint`.
 
         With `keep`, only the newest that many complete checkpoints remain. Raises CheckpointError, SwapSpaceError.

@@ -1,4 +1,4 @@
-"""Brings a model's initial values into their tiers, one parameter at a time, so that the state never exists whole in memory."""
+"""Brings a model's initial values into their tiers, one parameter at a time: the state never exists whole in memory."""
 
 from __future__ import annotations
 

@@ -47,8 +47,11 @@ def build_optimizer(section: OptimizerSection) -> Optimizer:
     """Return the optimizer that the configuration describes, with one group."""
     params = section.params
     group: dict[str, object] = {
-        "lr": params.lr, "betas": tuple(params.betas), "eps": params.eps, "weight_decay": params.weight_decay,
-    }  # fmt: skip
+        "lr": params.lr,
+        "betas": tuple(params.betas),
+        "eps": params.eps,
+        "weight_decay": params.weight_decay,
+    }
     return Optimizer([group], section.decoupled)
 
 
@@ -57,9 +60,13 @@ def _group_hyper(group: Mapping[str, object], decoupled: bool) -> GroupHyper:
     if not isinstance(betas, tuple | list):
         raise TypeError(f"betas: {betas!r} is not a pair of numbers")
     return GroupHyper(
-        lr=_number(group["lr"]), beta1=_number(betas[0]), beta2=_number(betas[1]), eps=_number(group["eps"]),
-        weight_decay=_number(group["weight_decay"]), decoupled=decoupled,
-    )  # fmt: skip
+        lr=_number(group["lr"]),
+        beta1=_number(betas[0]),
+        beta2=_number(betas[1]),
+        eps=_number(group["eps"]),
+        weight_decay=_number(group["weight_decay"]),
+        decoupled=decoupled,
+    )
 
 
 def _number(value: object) -> float:

@@ -37,9 +37,17 @@ class Persistence:
     """Reads and replaces the state of a drained engine. `staging` gives host memory for one shard's weights."""
 
     def __init__(
-        self, *, module: nn.Module, shards: Sequence[Shard], store: Store, weights: Weights, optimizer: Optimizer,
-        lr_schedule: LrSchedule, precision: str, staging: Callable[[int], Buffer],
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        module: nn.Module,
+        shards: Sequence[Shard],
+        store: Store,
+        weights: Weights,
+        optimizer: Optimizer,
+        lr_schedule: LrSchedule,
+        precision: str,
+        staging: Callable[[int], Buffer],
+    ) -> None:
         self._module = module
         self._shards = shards
         self._store = store
@@ -68,13 +76,19 @@ class Persistence:
     ) -> Path:
         """Write one checkpoint and return its path."""
         counters = Counters(
-            global_step=global_step, applied_steps=global_step - skipped_steps, skipped_steps=skipped_steps,
-            schedule_position=self._lr_schedule.num_applied_steps, parameter_steps=dict(self._optimizer.steps),
-        )  # fmt: skip
+            global_step=global_step,
+            applied_steps=global_step - skipped_steps,
+            skipped_steps=skipped_steps,
+            schedule_position=self._lr_schedule.num_applied_steps,
+            parameter_steps=dict(self._optimizer.steps),
+        )
         state = CheckpointState(
-            fingerprint=self._fingerprint(), precision=self._precision, counters=counters, data_position=extra,  # type: ignore[arg-type]
+            fingerprint=self._fingerprint(),
+            precision=self._precision,
+            counters=counters,
+            data_position=extra,  # type: ignore[arg-type]
             rng_state=torch.get_rng_state().numpy().tobytes().hex(),
-        )  # fmt: skip
+        )
         units = [_ShardSource(shard, self._store, self._weights) for shard in self._shards]
         return write_checkpoint(directory, units, state, buffers=_BufferSource(self._module), keep=keep)
 

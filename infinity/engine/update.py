@@ -19,9 +19,17 @@ class Updater:
     """Takes optimizer steps. Resident shards are updated at once; the others when their weights are next asked for."""
 
     def __init__(
-        self, *, shards: Sequence[Shard], gradients: WaitingGradients, stream: UpdateStream, weights: Weights,
-        optimizer: Optimizer, lr_schedule: LrSchedule, max_norm: float, grad_dtype: str,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        shards: Sequence[Shard],
+        gradients: WaitingGradients,
+        stream: UpdateStream,
+        weights: Weights,
+        optimizer: Optimizer,
+        lr_schedule: LrSchedule,
+        max_norm: float,
+        grad_dtype: str,
+    ) -> None:
         self._shards = shards
         self._gradients = gradients
         self._stream = stream
@@ -32,7 +40,7 @@ class Updater:
         self._grad_dtype = grad_dtype
 
     def step(self) -> UpdateResult:
-        """Fix the step from the gradients that wait, and begin it. A non-finite gradient skips it before anything is touched."""
+        """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched."""
         facts = self._gradients.take_facts()
         norm = global_norm(facts.sums_of_squares)
         lr = self._lr_schedule.lr

@@ -28,9 +28,16 @@ class WaitingGradients:
     """Where the sums of zero put final gradients. One thread; the buffers are the store's or a slot's."""
 
     def __init__(
-        self, *, store: Store, layouts: Sequence[ShardLayout], slots: BufferPool | None, kernel: AdamKernel, grad_dtype: str,
-        update_now: Callable[[Sequence[int]], None], device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        store: Store,
+        layouts: Sequence[ShardLayout],
+        slots: BufferPool | None,
+        kernel: AdamKernel,
+        grad_dtype: str,
+        update_now: Callable[[Sequence[int]], None],
+        device: torch.device,
+    ) -> None:
         self._store = store
         self._layouts = layouts
         self._slots = slots  # for spilled gradients on their way out

@@ -26,8 +26,12 @@ _DECAYS: dict[ScheduleKind, Callable[[float], float]] = {
 }
 
 
-def build_schedule(kind: ScheduleKind | str, *, peak_lr: float, num_steps: int, num_warmup_steps: int = 0) -> Schedule:
+def build_schedule(
+    kind: ScheduleKind | str, *, peak_lr: float, num_steps: int, num_warmup_steps: int = 0, min_ratio: float = 0.0
+) -> Schedule:
     """Return the schedule: from 0 in `num_warmup_steps` equal steps up to `peak_lr`, then down until step `num_steps`.
+
+    Linear and cosine end at `min_ratio` of the peak.
 
     Step `num_warmup_steps` is the first at the peak. Steps beyond the end keep the last value.
     Raises ConfigError for an unknown kind and for counts that contradict each other.
@@ -46,6 +50,7 @@ def build_schedule(kind: ScheduleKind | str, *, peak_lr: float, num_steps: int, 
     def schedule(step: int) -> float:
         if step < num_warmup_steps:
             return peak_lr * step / num_warmup_steps
-        return peak_lr * decay(min(1.0, (step - num_warmup_steps) / num_decay_steps))
+        remaining = decay(min(1.0, (step - num_warmup_steps) / num_decay_steps))
+        return peak_lr * (min_ratio + (1.0 - min_ratio) * remaining)
 
     return schedule

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
+from infinity.zero.guards import require_some_gradient
 from infinity.zero.micro_batch import MicroBatch
-from infinity.zero.order import UnitOrder
+from infinity.zero.order import ShardOrder, UnitOrder
 from infinity.zero.tail import scaled
 from infinity.zero.vertical import ForwardLoss
 from infinity.zero.walk import Walk
@@ -17,15 +18,18 @@ from infinity.zero.walk import Walk
 class Expecting(Protocol):
     """Wants to know in which order shards will be asked for."""
 
-    def expect(self, order: Sequence[int]) -> None: ...
+    def expect(self, order: ShardOrder) -> None: ...
 
 
 def run_horizontally(
     walk: Walk, weights: Expecting, order: UnitOrder, forward_loss: ForwardLoss, micro_batches: Sequence[MicroBatch],
     coefficients: Sequence[float],
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Run forward and backward of each micro-batch in turn; return the detached losses. Gradients are in the walk's sums."""
-    losses = []
+    """Run forward and backward of each micro-batch in turn; return the detached losses. Gradients are in the walk's sums.
+
+    Raises ModelError where no loss requires a gradient.
+    """
+    losses, differentiable = [], False
     try:
         for micro_batch in micro_batches:
             walk.begin(micro_batch)
@@ -35,13 +39,15 @@ def run_horizontally(
                 walk.end()
             losses.append(loss.detach())
             if not order.known:
-                order.learn(micro_batch.visits, separable=False)
+                order.learn(micro_batch.visits)
                 weights.expect(order.horizontal_sequence(walk.groups, len(micro_batches)))
             if micro_batch is micro_batches[-1]:
                 walk.sums.open()
             if loss.requires_grad:
+                differentiable = True
                 torch.autograd.backward(loss, scaled(loss, coefficients[micro_batch.index]))
             del loss
+        require_some_gradient(differentiable)
         walk.sums.finish()
     except BaseException:
         walk.sums.discard()

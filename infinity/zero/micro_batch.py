@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Visit:
-    """The n-th call of a unit by one micro-batch."""
+    """The n-th call of a unit by one micro-batch, or (`after`) the stretch between that call and the next one."""
 
     unit: int
     ordinal: int
+    after: bool = False
+
+
+# The stretch before the first call.
+START = Visit(-1, 0, after=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +26,17 @@ class TrackedLeaf:
 
     shard: int
     parameter: str
-    position: int  # the place in the walk that its gradient is booked to
+    visit: Visit  # what its gradient is booked to
     tensor: torch.nn.Parameter
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LastCall:
     """What reaches the most recent unit call from before: the place where the tail can be cut off."""
 
-    inputs: tuple[torch.Tensor, ...]  # those that require grad
-    anchor: torch.Tensor
-    sequence_mark: int  # autograd nodes made before the call have smaller numbers
+    visit: Visit
+    inputs: tuple[torch.Tensor, ...]  # aliases that were made for this call alone; those that require grad
+    anchor: torch.Tensor | None  # requires grad; None where the call is ordinary autograd
 
 
 @dataclass(slots=True)
@@ -43,9 +48,16 @@ class MicroBatch:
     position: int = 0  # entries to and exits from units so far
     visits: list[Visit] = field(default_factory=list)
     num_calls: dict[int, int] = field(default_factory=dict)  # by unit
-    straight: bool = False  # in the tail: forward is followed straight by backward, without a rerun
+    walking: bool = False  # its forward is not over
+    learning: bool = False  # any call may turn out to be the last one
+    straight: bool = False  # in the tail: the last unit is followed straight by backward, without a rerun
     last_call: LastCall | None = None
     leaves: list[TrackedLeaf] = field(default_factory=list)  # made since the last call began; for the straight backward
+
+    @property
+    def stretch(self) -> Visit:
+        """Return the stretch between two calls that the micro-batch is in."""
+        return Visit(self.visits[-1].unit, self.visits[-1].ordinal, after=True) if self.visits else START
 
     def next_visit(self, unit: int) -> Visit:
         """Return which visit a call of the unit would be."""

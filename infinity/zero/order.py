@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 from infinity.zero.micro_batch import Visit
 
+# The shards that each visit of a way needs, in order.
+ShardOrder = tuple[tuple[int, ...], ...]
+
 
 class UnitOrder:
     """The learnt way through the units. Until one is known, units are taken in order of registration."""
@@ -14,17 +17,13 @@ class UnitOrder:
         self._visits: tuple[Visit, ...] = tuple(Visit(unit, 0) for unit in range(num_units))
         self._ranks: dict[Visit, int] = {}
         self.known = False
-        self.separable = False  # whether the loss reaches earlier units only through the last visit's inputs
+        self.tail: Visit | None = None  # where the tail begins; None where the loss cannot be separated from what is before
 
-    @property
-    def last(self) -> Visit | None:
-        return self._visits[-1] if self._visits else None
-
-    def learn(self, visits: Sequence[Visit], *, separable: bool) -> None:
+    def learn(self, visits: Sequence[Visit], *, tail: Visit | None = None) -> None:
         """Take a micro-batch's visits as the order of all."""
         self._visits = tuple(visits)
         self._ranks = {visit: rank for rank, visit in enumerate(visits)}
-        self.separable = separable
+        self.tail = tail
         self.known = True
 
     def rank(self, before: Sequence[Visit], waiting_at: Visit | None) -> float:
@@ -38,15 +37,12 @@ class UnitOrder:
         latest = max((self._ranks[visit] for visit in before if visit in self._ranks), default=-1)
         return latest + 0.5
 
-    def vertical_sequence(self, groups: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
-        """Return the shards in the order in which a vertical step asks for them: there and back, the last unit once."""
-        there = [shard for visit in self._visits for shard in groups(visit.unit)]
-        body = self._visits[:-1] if self.separable else self._visits
-        back = [shard for visit in reversed(body) for shard in groups(visit.unit)]
-        return tuple(there + back)
+    def vertical_sequence(self, groups: Callable[[int], Sequence[int]]) -> ShardOrder:
+        """Return the shards in the order in which a vertical step asks for them: there and back, the tail once."""
+        there = [tuple(groups(visit.unit)) for visit in self._visits]
+        return tuple(there + there[: self._visits.index(self.tail) if self.tail is not None else None][::-1])
 
-    def horizontal_sequence(self, groups: Callable[[int], Sequence[int]], num_micro_batches: int) -> tuple[int, ...]:
+    def horizontal_sequence(self, groups: Callable[[int], Sequence[int]], num_micro_batches: int) -> ShardOrder:
         """Return the same for a horizontal step: there and back for each micro-batch."""
-        there = [shard for visit in self._visits for shard in groups(visit.unit)]
-        back = [shard for visit in reversed(self._visits) for shard in groups(visit.unit)]
-        return tuple(there + back) * num_micro_batches
+        there = [tuple(groups(visit.unit)) for visit in self._visits]
+        return tuple(there + there[::-1]) * num_micro_batches

@@ -1,7 +1,8 @@
-"""The tail: from the last unit on, a micro-batch runs forward and straight backward, so that logits of two never live together.
+"""The tail: from the last unit on, a micro-batch runs forward and straight backward, so that two never have logits alive.
 
-The loss usually reaches earlier units only through the inputs of the last unit. Then its gradient can be taken right away with
-respect to those inputs, and the joint backward of all micro-batches starts from them.
+The loss usually reaches earlier units only through the inputs of the last unit. Then its gradient can be taken right away
+with respect to those inputs, and the joint backward of all micro-batches starts from them. The inputs are aliases made for
+that one call: so none of them reaches another, and a user's hook on the tensor behind one runs once, in the joint backward.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.zero.gradients import GradientSums
-from infinity.zero.guards import older_node
-from infinity.zero.micro_batch import MicroBatch
+from infinity.zero.guards import graph_nodes, variable_of
+from infinity.zero.micro_batch import LastCall, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +29,33 @@ def scaled(loss: torch.Tensor, coefficient: float) -> torch.Tensor:
     return torch.full_like(loss, coefficient, memory_format=torch.preserve_format)
 
 
-def tail_is_separable(micro_batch: MicroBatch, loss: torch.Tensor) -> bool:
-    """Return whether the loss reaches what is older than the last call only through that call's inputs."""
+def separable_tail(micro_batch: MicroBatch, loss: torch.Tensor) -> LastCall | None:
+    """Return the last call if the loss reaches nothing from before it but through its inputs; None otherwise.
+
+    Whatever else it may reach ends in a leaf from before: a parameter, or the anchor of an earlier unit.
+    """
     last = micro_batch.last_call
-    if last is None or loss.grad_fn is None:
-        return False
-    stops = frozenset(tensor.grad_fn for tensor in last.inputs if tensor.grad_fn is not None)
-    return older_node([loss], last.sequence_mark, stops) is None
+    if last is None:
+        return None
+    stops = frozenset(tensor.grad_fn for tensor in last.inputs)
+    known = {id(leaf.tensor) for leaf in micro_batch.leaves} | {id(last.anchor)}
+    variables = (variable_of(node) for node in graph_nodes([loss], stops))
+    return last if all(variable is None or id(variable) in known for variable in variables) else None
 
 
-def straight_backward(micro_batch: MicroBatch, loss: torch.Tensor, coefficient: float, sums: GradientSums) -> list[Root]:
+def straight_backward(
+    micro_batch: MicroBatch, last: LastCall, loss: torch.Tensor, coefficient: float, sums: GradientSums
+) -> list[Root]:
     """Backpropagate the loss to the inputs of the last call; book the gradients of the weights on the way.
 
     Returns the roots from which the joint backward goes on. Frees the graph behind the loss.
     """
-    last = micro_batch.last_call
-    if last is None:
-        return [Root(loss, scaled(loss, coefficient))]
-    leaves = list(micro_batch.leaves)
+    leaves = [leaf for leaf in micro_batch.leaves if leaf.tensor.requires_grad]
     ends = [*last.inputs, *(leaf.tensor for leaf in leaves)]
-    if last.anchor.requires_grad:  # a frozen unit has none of its own to ask for
-        ends.append(last.anchor)
+    if not ends or not loss.requires_grad:
+        return []
     gradients = torch.autograd.grad(loss, ends, scaled(loss, coefficient), allow_unused=True)
-    for leaf, gradient in zip(leaves, gradients[len(last.inputs) :], strict=False):
+    for leaf, gradient in zip(leaves, gradients[len(last.inputs) :], strict=True):
         if gradient is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.position, gradient)
-    micro_batch.leaves.clear()
-    micro_batch.last_call = None
+            sums.add(leaf.shard, leaf.parameter, leaf.visit, gradient)
     return [Root(tensor, gradient) for tensor, gradient in zip(last.inputs, gradients, strict=False) if gradient is not None]

@@ -66,18 +66,21 @@ class Slot:
     device: torch.Tensor  # uint8 [slot bytes] on the compute device
     shard: int | None = None  # whose bytes it holds, if any
     load: Load | None = None  # the last load into it
+    source: Buffer | None = None  # where that load put the weights: `host`, or the shard's own place in host memory
+    copied: Handle[None] | None = None  # the copy to the device; done when the source may be changed
 
 
 class Weights:
     """Gives units their weights. Owner: the engine. One thread. After an error of a load the step is lost."""
 
     def __init__(
-        self, shards: Sequence[Shard], slots: Sequence[Slot], kept: Mapping[int, Slot], loader: Loader, transfers: Transfers,
-        recorder: Recorder,
+        self, shards: Sequence[Shard], slots: Sequence[Slot], kept: Mapping[int, Slot], in_host_memory: Mapping[int, Buffer],
+        loader: Loader, transfers: Transfers, recorder: Recorder,
     ) -> None:  # fmt: skip
         self._shards = shards
         self._slots = list(slots)
         self._kept = dict(kept)  # the slots of shards whose weights stay: never put out
+        self._in_host_memory = dict(in_host_memory)  # weights that stay in host memory: loaded and updated where they are
         self._loader = loader
         self._transfers = transfers
         self._recorder = recorder
@@ -181,8 +184,11 @@ class Weights:
             self._recorder.count("unit_loads", 1)
         slot.shard = shard
         state.to(WeightState.FETCHING)
+        if slot.copied is not None:
+            slot.copied.wait()
+        slot.source = self._in_host_memory.get(shard, slot.host)
         if fetch or self._update_is_due[shard]:
-            slot.load = self._loader(shard, slot.host, fetch)
+            slot.load = self._loader(shard, slot.source, fetch and slot.source is slot.host)
         self._update_is_due[shard] = False
         return slot
 
@@ -201,7 +207,10 @@ class Weights:
         if slot.load is not None:
             slot.load.wait()
         state.to(WeightState.GATHERING)
-        self._transfers.to_device(slot.host.tensor(torch.uint8, slot.host.num_bytes), slot.device).wait()
+        source, num_bytes = slot.source or slot.host, self._shards[shard].layout.unit_weight_bytes
+        upload = self._transfers.to_device(source.tensor(torch.uint8, num_bytes), slot.device[:num_bytes])
+        upload.wait()
+        slot.copied = upload.source_free
         state.to(WeightState.READY)
 
     # Order

@@ -1,0 +1,85 @@
+"""From what the user asked for to a plan, and from the plan to what the rooms below want to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from infinity.config import Config
+from infinity.engine.cut import CutModel
+from infinity.errors import DoesNotFit
+from infinity.memory.limits import host_limit_bytes
+from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, make_plan
+from infinity.states import Tier
+from infinity.store.layout import ELEMENT_BYTES
+from infinity.store.shares import ShardShares
+from infinity.zero.shard import Residency
+
+# Of the memory that the machine has free, what is left to the system and to what nobody can foresee.
+_HEADROOM = 0.1
+# Of the budget, what is kept for activations where nobody says how many there are; measured from the first step on.
+_ACTIVATION_SHARE = 0.2
+_GRAD_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_WEIGHT_SLOTS_WANTED = (3, 2)  # one unit runs, one is fetched, one is written; two do where memory is scarce
+
+
+def grad_dtype_of(config: Config) -> str:
+    """Return torch's name of the dtype to which finished gradients are rounded."""
+    return _GRAD_DTYPES[config.grad_dtype]
+
+
+def plan_for(
+    pieces: CutModel, config: Config, placement: Placement, device: torch.device, activation_bytes: int | None = None
+) -> Plan:
+    """Return the plan for a cut model. Raises DoesNotFit."""
+    own = config.infinity
+    cpu_bytes = own.cpu_memory or int(host_limit_bytes().num_bytes * (1 - _HEADROOM))
+    gpu_bytes = None
+    if device.type == "cuda":
+        gpu_bytes = own.gpu_memory or int(torch.cuda.mem_get_info(device)[0] * (1 - _HEADROOM))
+    compute_bytes = cpu_bytes if gpu_bytes is None else gpu_bytes
+    request = PlanRequest(
+        units=pieces.sizes(),
+        placement=placement,
+        cpu_memory_bytes=cpu_bytes,
+        gpu_memory_bytes=gpu_bytes,
+        num_micro_batches=config.batch(1).num_micro_batches,
+        activation_bytes=activation_bytes if activation_bytes is not None else int(compute_bytes * _ACTIVATION_SHARE),
+        grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(config)],
+        tile_elements=pieces.tile_elements,
+        schedule=Schedule(own.schedule),
+        recompute=own.recompute,
+        root_bytes=pieces.buffer_bytes(),
+        has_nvme=bool(config.nvme_directories),
+    )
+    if own.tile_slots is not None:
+        request = replace(request, min_tile_slots=min(own.tile_slots, request.min_tile_slots), max_tile_slots=own.tile_slots)
+    wanted = _WEIGHT_SLOTS_WANTED if own.weight_slots is None else (own.weight_slots,)
+    return _first_that_fits([replace(request, num_weight_slots=count) for count in wanted])
+
+
+def _first_that_fits(requests: Sequence[PlanRequest]) -> Plan:
+    for request in requests[:-1]:
+        try:
+            return make_plan(request)
+        except DoesNotFit:
+            continue
+    return make_plan(requests[-1])
+
+
+def shares_of(unit: UnitPlan) -> ShardShares:
+    """Return what the store needs to know of a unit's plan."""
+    return ShardShares(params=unit.params, grads=unit.grads, resident_tiles=unit.resident_tiles)
+
+
+def residencies_of(pieces: CutModel, plan: Plan) -> dict[int, Residency]:
+    """Weights on the compute tier stay; they may be read at any time where nothing of their update is left for later."""
+    found = {}
+    for group, layout, unit in zip(pieces.groups, pieces.layouts, plan.units, strict=True):
+        all_resident = unit.num_nvme_tiles == 0 and unit.grads is not Tier.NVME
+        found[layout.index] = Residency.RESIDENT if all_resident or not group.units else Residency.KEPT
+        if group.units and unit.params is not plan.compute_tier:
+            found[layout.index] = Residency.ABSENT
+    return found
