@@ -67,8 +67,8 @@ ConfigFile = Annotated[Path | None, _option(_JOB, "--config", "Configuration wit
 Set = Annotated[list[str] | None, _option(_JOB, "--set", "One key; repeatable; wins over the file.", "KEY=VALUE")]
 Seed = Annotated[int | None, _whole(_JOB, "--seed", "Of initial weights and data.", "N", "0")]
 
-Steps = Annotated[int, _whole(_STEP, "--steps", "Optimizer steps of the whole run.", "N", "150")]
-MicroBatchSize = Annotated[int | None, _whole(_STEP, "--micro-batch-size", "Sequences in a micro-batch.", "B", "4")]
+Steps = Annotated[int, _whole(_STEP, "--steps", "Optimizer steps of the whole run.", "N", "300")]
+MicroBatchSize = Annotated[int | None, _whole(_STEP, "--micro-batch-size", "Sequences in a micro-batch.", "B", "2")]
 MicroBatches = Annotated[int | None, _whole(_STEP, "--micro-batches", "Micro-batches in a step.", "A", "2")]
 SeqLen = Annotated[int, _whole(_STEP, "--seq-len", "Tokens in a sequence.", "S", "256")]
 Lr = Annotated[float | None, _number(_STEP, "--lr", "Peak learning rate.", "X", "by model size")]

@@ -30,7 +30,7 @@ def train(
     config: o.ConfigFile = None,
     set_: o.Set = None,
     seed: o.Seed = None,
-    steps: o.Steps = 150,
+    steps: o.Steps = 300,
     micro_batch_size: o.MicroBatchSize = None,
     micro_batches: o.MicroBatches = None,
     seq_len: o.SeqLen = 256,

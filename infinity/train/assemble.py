@@ -6,8 +6,8 @@ import torch
 
 from infinity.byte_sizes import format_bytes
 from infinity.engine import Engine, initialize
-from infinity.engine.build import plan_for
 from infinity.engine.cut import cut
+from infinity.engine.planned import plan_for
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, parameter_count
 from infinity.placement import Placement

@@ -11,13 +11,13 @@ from infinity.errors import ConfigError
 from infinity.models.presets import parameter_count, preset
 
 DEFAULT_MODEL = "gpt-25m"
-DEFAULT_STEPS = 150
+DEFAULT_STEPS = 300
 DEFAULT_SEQ_LEN = 256
 DEFAULT_KEEP = 2
 DEFAULT_EVAL_BATCHES = 8
 
 _CHOSEN = "chosen by infinity train"
-_MICRO_BATCH_SIZE, _NUM_MICRO_BATCHES = 4, 2
+_MICRO_BATCH_SIZE, _NUM_MICRO_BATCHES = 2, 2
 _WARMUP_STEPS = 10
 # Peak learning rate by parameter count: smaller models bear larger ones.
 _LEARNING_RATES = ((60e6, 1e-3), (300e6, 6e-4), (3e9, 3e-4), (float("inf"), 1.5e-4))
