@@ -88,6 +88,8 @@ def prepare_deepspeed(venv: Path) -> tuple[Path, dict[str, str]]:
             [*pip, "torch", "numpy", "setuptools", "wheel", "ninja", "py-cpuinfo"], environment, "torch cannot be installed"
         )
         prepare([*pip, "--no-build-isolation", DEEPSPEED], environment, f"{DEEPSPEED} cannot be installed")
+        for lock in (venv / "torch_extensions").glob("*/lock"):  # of a build that was killed; the next would wait for it
+            lock.unlink()
         prepare(
             [str(python), "-c", COMPILE], environment, "its async_io does not compile (Debian: apt-get install libaio-dev)"
         )
