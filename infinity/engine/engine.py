@@ -224,7 +224,7 @@ class Engine:
             finally:
                 parts.walk.end()
         if not parts.order.known:
-            parts.order.learn(micro_batch.visits, separable=False)
+            parts.order.learn(micro_batch.visits)
             parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.num_micro_batches))
         return self._gated(output)
 

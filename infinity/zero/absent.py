@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from infinity.errors import AbsentParameterError
 
 # What may be asked of a parameter without touching its values. Property reads arrive as `Tensor.<name>.__get__`.
 _READABLE_PROPERTIES = (
-    "shape", "dtype", "device", "layout", "ndim", "names", "requires_grad", "is_leaf", "grad", "grad_fn", "itemsize", "nbytes",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "retains_grad",
+    "shape", "dtype", "device", "layout", "ndim", "names", "requires_grad", "is_leaf", "grad", "grad_fn", "itemsize",
+    "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "retains_grad",
 )  # fmt: skip
 _READABLE_METHODS = (
-    "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device", "__len__", "__hash__",
+    "size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex",
+    "get_device", "__len__", "__hash__",
 )  # fmt: skip
 _ALLOWED: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _READABLE_PROPERTIES if hasattr(torch.Tensor, name)]
@@ -32,9 +33,11 @@ class AbsentParameter(nn.Parameter):
     unit_name: str
 
     @staticmethod
-    def standing_for(name: str, unit: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, trainable: bool) -> Any:
+    def standing_for(
+        name: str, unit: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, trainable: bool
+    ) -> AbsentParameter:
         """Return a parameter without storage that answers for `name`, which belongs to `unit`."""
-        absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(
             AbsentParameter, tuple(shape), dtype=dtype, device=device, requires_grad=trainable
         )
         absent.parameter_name, absent.unit_name = name, unit
@@ -42,7 +45,7 @@ class AbsentParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
@@ -50,13 +53,14 @@ class AbsentParameter(nn.Parameter):
         raise _error(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise _error(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"AbsentParameter({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype}, unit={self.unit_name})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name, shape = self.parameter_name, tuple(self.shape)
+        return f"AbsentParameter({name}, shape={shape}, dtype={self.dtype}, unit={self.unit_name})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise _error("pickle", (self,), {})
@@ -70,14 +74,20 @@ def _error(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Abse
     name = absent.parameter_name if absent is not None else "a parameter"
     unit = absent.unit_name if absent is not None else "its unit"
     operation = getattr(func, "__name__", str(func))
+    message = f"Parameter {name} was used by {operation!r} outside unit {unit!r}, while its weights are away."
+    if torch._C._current_graph_task_id() != -1:
+        return AbsentParameterError(
+            message,
+            remedy="Backward is running: turn torch.utils.checkpoint inside the unit off and infinity.recompute on.",
+        )
     return AbsentParameterError(
-        f"Parameter {name} was used by {operation!r} outside unit {unit!r}, while its weights are away.",
-        remedy="Use it inside the unit's forward, read it with engine.full_parameters(), keep it resident with "
-        f'placement.override("{name}", params="cpu"), or name the module that uses it in infinity.units.',
+        message,
+        remedy="Use it inside the unit's forward; or read it with engine.full_parameters(); or list in infinity.units the "
+        "modules that are to be units, without the one that holds it: parameters of no unit may be used anywhere.",
     )
 
 
-def _first(values: Sequence[Any]) -> AbsentParameter | None:
+def _first(values: Iterable[Any]) -> AbsentParameter | None:
     for value in values:
         if isinstance(value, AbsentParameter):
             return value

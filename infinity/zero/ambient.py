@@ -1,7 +1,7 @@
-"""What torch keeps per thread and greenlets share: grad mode, inference mode and autocast, saved and given back.
+"""What torch keeps per thread and greenlets share: grad mode and autocast, saved and given back.
 
 Every micro-batch runs in a greenlet of the same thread. A `with torch.no_grad():` that is open in one of them when it yields
-must not leak into the next. `Ambient` is the part that can be exchanged; `exchangeable` says whether there is more.
+must not leak into the next. `Ambient` is the part that can be exchanged; `Modes` is the part that cannot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """Grad mode, inference mode and autocast at one moment."""
+    """Grad mode and autocast at one moment."""
 
     grad_enabled: bool
-    inference: bool
     autocasts: tuple[Autocast, ...]
     cache_enabled: bool
 
@@ -43,7 +42,6 @@ def ambient(device_types: tuple[str, ...]) -> Ambient:
     """Return the current state."""
     return Ambient(
         grad_enabled=torch.is_grad_enabled(),
-        inference=torch.is_inference_mode_enabled(),
         autocasts=autocasts(device_types),
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
@@ -56,11 +54,11 @@ def autocasts(device_types: tuple[str, ...]) -> tuple[Autocast, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What cannot be exchanged between greenlets: while it differs from a micro-batch's start, the micro-batch does not yield."""
+    """What cannot be exchanged: while it differs from how it was at the start, the micro-batch does not yield."""
 
     num_function_modes: int
     num_dispatch_modes: int
-    saved_tensor_hooks: bool
+    saved_tensor_hooks: object  # the innermost pair, if any
     inference: bool
     stream: int
 
@@ -70,7 +68,7 @@ def modes(device: torch.device) -> Modes:
     return Modes(
         num_function_modes=torch._C._len_torch_function_stack(),
         num_dispatch_modes=len(_python_dispatch._get_current_dispatch_mode_stack()),
-        saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,
+        saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
         inference=torch.is_inference_mode_enabled(),
         stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
     )

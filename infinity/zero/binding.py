@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.zero.micro_batch import TrackedLeaf
+from infinity.zero.absent import AbsentParameter
+from infinity.zero.micro_batch import TrackedLeaf, Visit
 from infinity.zero.shard import Shard
 from infinity.zero.units import Place, Unit
 
@@ -24,14 +25,17 @@ class Binding:
     places: tuple[Place, ...]
     outside: nn.Parameter  # what the places hold between calls
 
+    @property
+    def absent(self) -> bool:
+        """Whether what the places hold between calls has no values."""
+        return isinstance(self.outside, AbsentParameter)
+
 
 def unit_bindings(unit: Unit, shards: Sequence[Shard]) -> tuple[Binding, ...]:
     """Return the bindings of every parameter that has a place inside the unit."""
     inside = {id(part) for part in unit.module.modules()}
     return tuple(
-        binding
-        for shard in unit.groups
-        for binding in _bindings(shards[shard], lambda place: id(place.module) in inside)
+        binding for shard in unit.groups for binding in _bindings(shards[shard], lambda place: id(place.module) in inside)
     )
 
 
@@ -57,14 +61,14 @@ def _bindings(shard: Shard, wanted: Callable[[Place], bool]) -> tuple[Binding, .
 
 
 def make_leaves(
-    bindings: Sequence[Binding], weights: Mapping[int, Mapping[str, torch.Tensor]], position: int, *, with_grad: bool
+    bindings: Sequence[Binding], weights: Mapping[int, Mapping[str, torch.Tensor]], visit: Visit, *, with_grad: bool
 ) -> tuple[TrackedLeaf, ...]:
     """Return one fresh leaf per binding that shares the weights' memory; `weights` is by shard and parameter name."""
     return tuple(
         TrackedLeaf(
             binding.shard,
             binding.parameter,
-            position,
+            visit,
             nn.Parameter(weights[binding.shard][binding.parameter], requires_grad=with_grad and binding.trainable),
         )
         for binding in bindings

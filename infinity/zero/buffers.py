@@ -1,4 +1,4 @@
-"""Buffers that a unit changes while it runs (running statistics): put back for the rerun, kept as the first run left them."""
+"""Buffers that a unit changes (running statistics): put back for the rerun, kept as the first run left them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class BufferValue:
-    """The value of a module's buffer at one moment."""
+    """A module's buffer at one moment."""
 
     module: nn.Module
     name: str
+    tensor: torch.Tensor  # the buffer itself: a module may put another one in its place
     value: torch.Tensor  # a copy
 
 
 def buffer_values(module: nn.Module) -> tuple[BufferValue, ...]:
     """Return copies of all buffers of a unit. They live until the first run has ended; most units have few or none."""
     return tuple(
-        BufferValue(part, name, buffer.detach().clone())
+        BufferValue(part, name, buffer, buffer.detach().clone())
         for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None
@@ -30,39 +31,37 @@ def buffer_values(module: nn.Module) -> tuple[BufferValue, ...]:
 
 
 def changed(before: Sequence[BufferValue]) -> tuple[BufferValue, ...]:
-    """Return the earlier values of those buffers that differ from them by now.
+    """Return the earlier state of those buffers that were replaced or have other values by now.
 
     Compared by value, for batch normalisation changes its statistics without a trace in the version counters.
     """
-    return tuple(buffer for buffer in before if not _equal(buffer.value, buffer.module._buffers[buffer.name]))
+    return tuple(
+        buffer
+        for buffer in before
+        if buffer.module._buffers.get(buffer.name) is not buffer.tensor or not torch.equal(buffer.value, buffer.tensor)
+    )
 
 
 def restore(earlier: Sequence[BufferValue]) -> None:
-    """Give buffers their earlier values back."""
+    """Give buffers their earlier values back, in the tensors that held them."""
     with torch.no_grad():
-        for buffer in changed(earlier):
-            _current(buffer).copy_(buffer.value)
+        for buffer in earlier:
+            buffer.tensor.copy_(buffer.value)
+            buffer.module._buffers[buffer.name] = buffer.tensor
 
 
 @contextmanager
 def put_back(earlier: Sequence[BufferValue]) -> Iterator[None]:
     """Give buffers their earlier values for the time of the block."""
-    current = [(buffer, _current(buffer).detach().clone()) for buffer in earlier]
-    with torch.no_grad():
-        for buffer in earlier:
-            _current(buffer).copy_(buffer.value)
+    now = [buffer.module._buffers.get(buffer.name) for buffer in earlier]
+    tensors = [*(buffer.tensor for buffer in earlier), *(tensor for tensor in now if tensor is not None)]
+    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    restore(earlier)
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in current:
-                _current(buffer).copy_(value)
-
-
-def _current(buffer: BufferValue) -> torch.Tensor:
-    tensor = buffer.module._buffers[buffer.name]
-    return tensor if tensor is not None else buffer.value
-
-
-def _equal(value: torch.Tensor, now: torch.Tensor | None) -> bool:
-    return now is not None and now.shape == value.shape and now.dtype == value.dtype and torch.equal(value, now)
+            for tensor, value in contents:
+                tensor.copy_(value)
+        for buffer, tensor_now in zip(earlier, now, strict=True):
+            buffer.module._buffers[buffer.name] = tensor_now

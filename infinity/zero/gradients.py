@@ -1,8 +1,8 @@
-"""Sums of gradients: fp32 accumulators per (parameter, place in the walk), rounded once when a shard is final, then handed on.
+"""Sums of gradients: fp32 accumulators per (parameter, visit), rounded once when a shard is final, then handed on.
 
 Each accumulator sums its micro-batches in the order in which backward brings them, which every schedule makes ascending;
-the places are added in the order of the walk. So the result does not depend on the schedule. A shard is final when its last pending call
-has run backward. A first contribution is kept as it is, so that one micro-batch costs no fp32 copy.
+visits are added in their own order. So the result does not depend on the schedule. A shard is final when its last pending
+call has run backward. A first contribution is kept as it is, so that one micro-batch costs no fp32 copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from infinity.errors import IllegalTransition
+from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Shard
 
 
@@ -45,7 +47,7 @@ class _Sum:
 @dataclass(slots=True)
 class _ShardSums:
     num_pending_calls: int = 0
-    sums: dict[tuple[str, int], _Sum] = field(default_factory=dict)  # by (parameter, position in the walk)
+    sums: dict[tuple[str, Visit], _Sum] = field(default_factory=dict)  # by (parameter, visit)
     final: bool = False
 
 
@@ -66,14 +68,19 @@ class GradientSums:
         for shard in shards:
             self._states[shard].num_pending_calls += 1
 
-    def add(self, shard: int, parameter: str, position: int, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient from one place in its walk."""
+    def add(self, shard: int, parameter: str, visit: Visit, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's gradient from one visit."""
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         state = self._states[shard]
-        present = state.sums.get((parameter, position))
+        if state.final:
+            raise IllegalTransition(
+                f"Parameter {parameter} got a gradient after {self._shards[shard].layout.name} was final.",
+                remedy="Run backward once for each forward.",
+            )
+        present = state.sums.get((parameter, visit))
         if present is None:
-            state.sums[parameter, position] = _Sum(gradient)
+            state.sums[parameter, visit] = _Sum(gradient)
         else:
             present.add(gradient)
 
@@ -103,19 +110,13 @@ class GradientSums:
         self._states = [_ShardSums() for _ in self._shards]
         self._complete_shards_are_final = False
 
-    def held_bytes(self) -> int:
-        """Return the bytes of all accumulators."""
-        return sum(
-            total.value.numel() * total.value.element_size() for state in self._states for total in state.sums.values()
-        )
-
     def _finalise(self, shard: int) -> None:
         state = self._states[shard]
         if state.final:
             return
         state.final = True
         layout = self._shards[shard].layout
-        totals = _over_positions(state.sums)
+        totals = _over_visits(state.sums)
         if not totals:
             return
         flat = self._target.flat(shard)
@@ -133,10 +134,9 @@ class GradientSums:
         self._target.publish(shard, frozenset(totals))
 
 
-def _over_positions(sums: Mapping[tuple[str, int], _Sum]) -> dict[str, torch.Tensor]:
+def _over_visits(sums: Mapping[tuple[str, Visit], _Sum]) -> dict[str, torch.Tensor]:
     totals: dict[str, torch.Tensor] = {}
     for (parameter, _), visit in sorted(sums.items(), key=lambda item: item[0]):
         before = totals.get(parameter)
-        value = visit.value
-        totals[parameter] = value if before is None else before.to(torch.float32).add(value)
+        totals[parameter] = visit.value if before is None else before.to(torch.float32).add(visit.value)
     return totals

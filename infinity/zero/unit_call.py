@@ -14,16 +14,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.autograd.function import once_differentiable
 
-from infinity.errors import InputChangedError, ModelError
+from infinity.errors import ModelError
 from infinity.zero.ambient import Autocast, autocasts
 from infinity.zero.binding import Binding, installed, make_leaves
 from infinity.zero.buffers import BufferValue, buffer_values, changed, put_back
 from infinity.zero.gradients import GradientSums
-from infinity.zero.guards import require_closed_graph, require_dropped_graph, require_unchanged, sequence_mark
-from infinity.zero.micro_batch import MicroBatch, TrackedLeaf
+from infinity.zero.guards import (
+    require_closed_graph,
+    require_dropped_graph,
+    require_same_containers,
+    sequence_mark,
+    unchanged,
+)
+from infinity.zero.micro_batch import START, MicroBatch, TrackedLeaf, Visit
 from infinity.zero.randomness import Randomness
+from infinity.zero.structure import Structure, take_apart
 from infinity.zero.units import Unit
 
 ShardWeights = Mapping[int, Mapping[str, torch.Tensor]]
@@ -65,31 +72,6 @@ class UnitRuntime:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of a call, with the tensors taken out."""
-
-    spec: TreeSpec
-    leaves: tuple[Any, ...]  # None where a tensor goes
-    places: tuple[int, ...]  # of the tensors
-
-    def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            filled[place] = tensor
-        args, kwargs = tree_unflatten(filled, self.spec)
-        return args, kwargs
-
-
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[torch.Tensor]]:
-    """Separate the tensors of a call's arguments from their structure."""
-    leaves, spec = tree_flatten((args, kwargs))
-    places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    tensors = [leaves[place] for place in places]
-    rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return Arguments(spec, rest, places), tensors
-
-
-@dataclass(frozen=True, slots=True)
 class _OutputFacts:
     shape: torch.Size
     dtype: torch.dtype
@@ -97,55 +79,51 @@ class _OutputFacts:
 
 
 @dataclass(slots=True)
-class RerunCall:
+class _RerunCall:
     """What the backward of one call must know about its first run."""
 
     runtime: UnitRuntime
     micro_batch: MicroBatch
+    visit: Visit
     position: int
-    arguments: Arguments
+    arguments: Structure
     autocasts: tuple[Autocast, ...]
     earlier_buffers: tuple[BufferValue, ...] = ()
     outputs: tuple[_OutputFacts, ...] = ()
-    rebuild: Callable[[Sequence[torch.Tensor]], Any] = lambda _: None
+    result: Structure | None = None  # until the caller has it
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-        """Run the unit's own forward; return its output tensors and how to build its result from such tensors."""
-        args, kwargs = self.arguments.fill(tensors)
+    def run(self, inputs: Sequence[torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
+        """Run the unit's own forward; return its result taken apart."""
+        args, kwargs = filled = self.arguments.fill(inputs)
         self.runtime.randomness.at(self.micro_batch.global_index, self.position)
         with _autocast(self.autocasts):
-            result = self.runtime.forward(*args, **kwargs)
-        leaves, spec = tree_flatten(result)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        found = [leaves[place] for place in places]
-        for place in places:
-            leaves[place] = None
-
-        def rebuild(outputs: Sequence[torch.Tensor]) -> Any:
-            for place, output in zip(places, outputs, strict=True):
-                leaves[place] = output
-            return tree_unflatten(leaves, spec)
-
-        return found, rebuild
+            result = take_apart(self.runtime.forward(*args, **kwargs))
+        require_same_containers(self.runtime.unit, self.arguments, inputs, filled)
+        return result
 
 
 def rerun_call(
     runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: torch.Tensor
 ) -> Any:
-    """Call a unit as one autograd node. `anchor` requires grad, so that a unit without differentiable inputs has a backward."""
-    arguments, tensors = take_apart(args, kwargs)
-    call = RerunCall(runtime, micro_batch, micro_batch.position, arguments, autocasts(runtime.device_types))
+    """Call a unit as one autograd node. `anchor` requires grad where the unit has weights to train.
+
+    So a unit without differentiable inputs, an embedding, has a backward.
+    """
+    arguments, tensors = take_apart((args, kwargs))
+    call = _RerunCall(
+        runtime, micro_batch, micro_batch.visits[-1], micro_batch.position, arguments, autocasts(runtime.device_types)
+    )
     outputs = _UnitNode.apply(anchor, call, *tensors)  # type: ignore[no-untyped-call]
     runtime.sums.expect(runtime.unit.groups)
-    rebuild, call.rebuild = call.rebuild, lambda _: None
-    return rebuild(outputs)
+    result, call.result = call.result, None
+    return result.fill(outputs) if result is not None else None
 
 
 class _UnitNode(torch.autograd.Function):
     """The node. Its inputs are the anchor and every tensor among the unit's arguments."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, call: RerunCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, anchor: torch.Tensor, call: _RerunCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, differentiable = _first_run(call, tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors)
@@ -154,86 +132,105 @@ class _UnitNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, None, *_rerun_and_backward(ctx.call, ctx.saved_tensors, gradients)
 
 
-def _first_run(call: RerunCall, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
+def _first_run(call: _RerunCall, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
     """Run the unit as the rerun will, and keep nothing but its detached outputs. See [Note: side channels]."""
     runtime, unit = call.runtime, call.runtime.unit
     buffers = buffer_values(unit.module)
-    versions = [tensor._version for tensor in tensors]
     with torch.enable_grad(), runtime.gathered() as weights:
-        mark = sequence_mark(torch.zeros((), requires_grad=True))
+        mark = sequence_mark()
         inputs = _as_leaves(tensors)
-        leaves = make_leaves(runtime.bindings, weights, call.position, with_grad=True)
-        with installed(runtime.bindings, leaves), _naming_input_changes(unit):
-            found, call.rebuild = call.run(inputs)
-        require_unchanged(unit, tensors, versions)
+        leaves = make_leaves(runtime.bindings, weights, call.visit, with_grad=True)
         own = [*inputs, *(leaf.tensor for leaf in leaves)]
+        with installed(runtime.bindings, leaves), unchanged(unit, inputs, own[len(inputs) :]):
+            call.result, found = call.run(inputs)
         require_closed_graph(unit, found, own, mark)
         differentiable = [output.requires_grad for output in found]
         outputs = [output.detach() for output in found]
         watched = [weakref.ref(tensor) for tensor in own if tensor.requires_grad]
         del found, inputs, leaves, own
-        require_dropped_graph(unit, watched, call.arguments.leaves)
+        require_dropped_graph(unit, watched, call.arguments)
     call.earlier_buffers = changed(buffers)
     call.outputs = tuple(_facts(output, runtime.check) for output in outputs)
     return outputs, differentiable
 
 
 def _rerun_and_backward(
-    call: RerunCall, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    call: _RerunCall, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
+    """Run the unit again and backpropagate through it; return the gradients of its inputs.
+
+    Its weights are in their places until the end: torch.utils.checkpoint inside the unit runs parts of it once more.
+    """
     runtime = call.runtime
-    with torch.enable_grad(), runtime.gathered() as weights, put_back(call.earlier_buffers):
+    if call.micro_batch.walking:
+        raise ModelError(
+            f"A gradient was asked for through unit {runtime.unit.name!r} while the forward pass was still running.",
+            remedy="Keep the weights of the unit on the compute device and infinity.recompute off.",
+        )
+    with (
+        torch.enable_grad(),
+        runtime.gathered() as weights,
+        put_back(call.earlier_buffers),
+        runtime.randomness.borrowed(),
+    ):
         inputs = _as_leaves(tensors)
-        leaves = make_leaves(runtime.bindings, weights, call.position, with_grad=True)
+        leaves = make_leaves(runtime.bindings, weights, call.visit, with_grad=True)
         with installed(runtime.bindings, leaves):
-            outputs, _ = call.run(inputs)
-        runtime.measure()
-        _require_same_outputs(call, outputs)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            _, outputs = call.run(inputs)
+            runtime.measure()
+            _require_same_outputs(call, outputs)
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         del outputs, pairs
-    take_gradients(runtime.sums, leaves)
+    for leaf in leaves:
+        if leaf.tensor.grad is not None:
+            runtime.sums.add(leaf.shard, leaf.parameter, leaf.visit, leaf.tensor.grad)
     runtime.sums.complete(runtime.unit.groups)
     return tuple(tensor.grad for tensor in inputs)
 
 
 def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run.
-
-    The call is complete when the gradient of any of its inputs is: autograd executes nodes in descending order of creation,
-    so every node inside the unit has run before the node that made the input.
-    """
-    _, tensors = take_apart(args, kwargs)
-    versions = [tensor._version for tensor in tensors]
+    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run."""
+    _, tensors = take_apart((args, kwargs))
     with runtime.gathered() as weights:
-        leaves = make_leaves(runtime.bindings, weights, micro_batch.position, with_grad=True)
+        leaves = make_leaves(runtime.bindings, weights, micro_batch.visits[-1], with_grad=True)
         track(leaves, runtime.sums, micro_batch)
         runtime.randomness.at(micro_batch.global_index, micro_batch.position)
-        with installed(runtime.bindings, leaves), _autocast(autocasts(runtime.device_types)), _naming_input_changes(runtime.unit):
+        with (
+            installed(runtime.bindings, leaves),
+            _autocast(autocasts(runtime.device_types)),
+            unchanged(runtime.unit, tensors, [leaf.tensor for leaf in leaves]),
+        ):
             result = runtime.forward(*args, **kwargs)
     runtime.measure()
-    require_unchanged(runtime.unit, tensors, versions)
     if not micro_batch.straight:
         runtime.sums.expect(runtime.unit.groups)
         _complete_with(tensors, lambda: runtime.sums.complete(runtime.unit.groups))
     return result
 
 
-def plain_call(runtime: UnitRuntime, randomness_at: tuple[int, int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plain_call(
+    runtime: UnitRuntime, randomness_at: tuple[int, int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a unit without any gradient of its own: evaluation, or a frozen unit whose inputs need none."""
     with runtime.gathered() as weights:
-        leaves = make_leaves(runtime.bindings, weights, 0, with_grad=False)
+        leaves = make_leaves(runtime.bindings, weights, START, with_grad=False)
         if randomness_at is not None:
             runtime.randomness.at(*randomness_at)
-        with installed(runtime.bindings, leaves), _autocast(autocasts(runtime.device_types)):
+        with (
+            installed(runtime.bindings, leaves),
+            _autocast(autocasts(runtime.device_types)),
+            unchanged(runtime.unit, (), [leaf.tensor for leaf in leaves]),
+        ):
             return runtime.forward(*args, **kwargs)
 
 
@@ -241,27 +238,19 @@ def track(leaves: Sequence[TrackedLeaf], sums: GradientSums, micro_batch: MicroB
     """Send the gradient of each leaf to the sums as soon as autograd has it."""
     for leaf in leaves:
         if leaf.tensor.requires_grad:
-            leaf.tensor.register_post_accumulate_grad_hook(_collector(leaf, sums, micro_batch))
-    micro_batch.leaves.extend(leaf for leaf in leaves if leaf.tensor.requires_grad)
+            leaf.tensor.register_post_accumulate_grad_hook(_collector(leaf, sums))  # type: ignore[no-untyped-call]
+            micro_batch.leaves.append(leaf)
 
 
-def _collector(leaf: TrackedLeaf, sums: GradientSums, micro_batch: MicroBatch) -> Callable[[torch.Tensor], None]:
-    shard, parameter, position = leaf.shard, leaf.parameter, leaf.position  # not the leaf: the hook belongs to its tensor
+def _collector(leaf: TrackedLeaf, sums: GradientSums) -> Callable[[torch.Tensor], None]:
+    shard, parameter, visit = leaf.shard, leaf.parameter, leaf.visit  # not the leaf: the hook belongs to its tensor
 
     def collect(tensor: torch.Tensor) -> None:
         if tensor.grad is not None:
-            sums.add(shard, parameter, position, tensor.grad)
+            sums.add(shard, parameter, visit, tensor.grad)
             tensor.grad = None
 
     return collect
-
-
-def take_gradients(sums: GradientSums, leaves: Sequence[TrackedLeaf]) -> None:
-    """Move the gradients of leaves whose backward has ended into the sums."""
-    for leaf in leaves:
-        if leaf.tensor.grad is not None:
-            sums.add(leaf.shard, leaf.parameter, leaf.position, leaf.tensor.grad)
-            leaf.tensor.grad = None
 
 
 def _as_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -269,24 +258,29 @@ def _as_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _complete_with(tensors: Sequence[torch.Tensor], complete: Callable[[], None]) -> None:
+    """Call `complete` once, when autograd comes to the node that made the first of these inputs of a unit.
+
+    Autograd executes nodes in descending order of creation, so every node inside the unit has run by then.
+    """
     pending = [complete]
 
-    def once(_: torch.Tensor) -> None:
+    def once(_: Sequence[torch.Tensor]) -> None:
         if pending:
             pending.pop()()
 
     for tensor in tensors:
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(once)  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(once)
 
 
 @contextmanager
 def _autocast(states: Sequence[Autocast]) -> Iterator[None]:
     """Give the unit its caller's autocast state, without the cache of casts: it would keep the graph of the first run."""
-    if not any(state.enabled for state in states) and not any(torch.is_autocast_enabled(state.device_type) for state in states):
+    before = autocasts(tuple(state.device_type for state in states))
+    if not any(state.enabled for state in (*states, *before)):
         yield
         return
-    before, cache = autocasts(tuple(state.device_type for state in states)), torch.is_autocast_cache_enabled()
+    cache = torch.is_autocast_cache_enabled()
     _set_autocast(states, False)
     try:
         yield
@@ -301,37 +295,24 @@ def _set_autocast(states: Sequence[Autocast], cache_enabled: bool) -> None:
     torch.set_autocast_cache_enabled(cache_enabled)
 
 
-@contextmanager
-def _naming_input_changes(unit: Unit) -> Iterator[None]:
-    """Turn torch's refusal to change a leaf in place into the error that names the unit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "leaf Variable that requires grad" not in str(error):
-            raise
-        raise InputChangedError(
-            f"Unit {unit.name!r} changes an input tensor or a weight in place: {error}",
-            remedy="Let it work on a copy: the rerun in backward needs the input as it was.",
-        ) from error
-
-
 def _facts(output: torch.Tensor, check: bool) -> _OutputFacts:
     return _OutputFacts(output.shape, output.dtype, _digest(output) if check else b"")
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(memoryview(data), digest_size=16).digest()
 
 
-def _require_same_outputs(call: RerunCall, outputs: Sequence[torch.Tensor]) -> None:
+def _require_same_outputs(call: _RerunCall, outputs: Sequence[torch.Tensor]) -> None:
     expected = call.outputs
     got = tuple(_facts(output, call.runtime.check) for output in outputs)
     if expected == got:
         return
-    differing = next((number for number, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
-    what = "other bits" if [(f.shape, f.dtype) for f in expected] == [(f.shape, f.dtype) for f in got] else "another shape or dtype"
+    number = next((number for number, (one, other) in enumerate(zip(expected, got, strict=False)) if one != other), len(got))
+    same_kind = [(facts.shape, facts.dtype) for facts in expected] == [(facts.shape, facts.dtype) for facts in got]
+    what = "other bits" if same_kind else "another shape or dtype"
     raise ModelError(
-        f"Unit {call.runtime.unit.name!r} gave {what} when it was run again for backward (output {differing}).",
+        f"Unit {call.runtime.unit.name!r} gave {what} when it was run again for backward (output {number}).",
         remedy="Its forward must depend on its arguments, weights, buffers and torch's random numbers only.",
     )

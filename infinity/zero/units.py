@@ -151,5 +151,6 @@ def _parameter_uses(model: nn.Module) -> list[ParameterUse]:
                 places.setdefault(id(parameter), []).append(Place(module, attribute))
         visited.add(id(module))
     return [
-        ParameterUse(names[key][0], tuple(names[key][1:]), parameter, tuple(places[key])) for key, parameter in parameters.items()
+        ParameterUse(names[key][0], tuple(names[key][1:]), parameter, tuple(places[key]))
+        for key, parameter in parameters.items()
     ]

@@ -13,6 +13,8 @@ The order of units is learnt by running the first micro-batch of the first step 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +22,11 @@ from greenlet import getcurrent, greenlet
 
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.ambient import Ambient, Modes, ambient, modes
-from infinity.zero.buffers import buffer_values, restore
+from infinity.zero.buffers import buffer_values, changed, restore
+from infinity.zero.guards import require_some_gradient
 from infinity.zero.micro_batch import MicroBatch, Visit
 from infinity.zero.order import UnitOrder
-from infinity.zero.tail import Root, scaled, straight_backward, tail_is_separable
+from infinity.zero.tail import Root, scaled, separable_tail, straight_backward
 from infinity.zero.walk import Walk
 from infinity.zero.weights import Weights
 
@@ -33,12 +36,11 @@ ForwardLoss = Callable[[MicroBatch], torch.Tensor]
 
 @dataclass(slots=True)
 class _Runner:
-    """One micro-batch in its greenlet: waiting at a unit, or over with its loss."""
+    """One micro-batch in its greenlet: not begun, waiting at a unit, or over."""
 
     micro_batch: MicroBatch
     thread: greenlet
     waiting_at: Visit | None = None
-    loss: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -51,10 +53,14 @@ class _Step:
     roots: list[Root] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # shards whose weights the tail uses
     graph_waits: bool = False  # whether a tail's graph lives until the joint backward
+    differentiable: bool = False  # whether any loss requires a gradient
 
 
 class VerticalSchedule:
-    """Runs steps in vertical order. Owner: the engine. After an exception all greenlets are closed and the state is restored."""
+    """Runs steps in vertical order. Owner: the engine.
+
+    After an exception all greenlets are closed, the caller's state is restored and no gradient is left.
+    """
 
     def __init__(self, walk: Walk, weights: Weights, order: UnitOrder, recorder: Recorder, device: torch.device) -> None:
         self._walk = walk
@@ -68,18 +74,22 @@ class VerticalSchedule:
         self._base_modes: Modes | None = None
         self._running: _Runner | None = None
 
-    def run(self, forward_loss: ForwardLoss, micro_batches: Sequence[MicroBatch], coefficients: Sequence[float]) -> list[torch.Tensor]:  # fmt: skip
-        """Run forward and backward of every micro-batch; return the detached losses. Gradients are in the walk's sums."""
+    def run(
+        self, forward_loss: ForwardLoss, micro_batches: Sequence[MicroBatch], coefficients: Sequence[float]
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of every micro-batch; return the detached losses. Gradients are in the walk's sums.
+
+        Raises ModelError where no loss requires a gradient, and its kinds for units that cannot be run exactly.
+        """
         self._scheduler = getcurrent()
         self._base, self._base_modes = ambient(self._device_types), modes(self._device)
-        step = _Step(
-            {m.index: _Runner(m, greenlet(self._body(forward_loss, m))) for m in reversed(micro_batches)}, coefficients
-        )
+        step = _Step({m.index: self._runner(forward_loss, m) for m in reversed(micro_batches)}, coefficients)
         try:
             if not self._order.known:
                 self._learn(forward_loss, micro_batches[0])
             with self._walk.ordered_by(self):
                 self._forward(step)
+            require_some_gradient(step.differentiable)
             self._walk.end()
             self._walk.sums.open()
             self._joint_backward(step)
@@ -108,12 +118,17 @@ class VerticalSchedule:
         own.restore()
         runner.waiting_at = None
 
-    def _body(self, forward_loss: ForwardLoss, micro_batch: MicroBatch) -> Callable[[], torch.Tensor]:
+    def _runner(self, forward_loss: ForwardLoss, micro_batch: MicroBatch) -> _Runner:
         def body() -> torch.Tensor:
             self._walk.begin(micro_batch)
-            return forward_loss(micro_batch)
+            try:
+                return forward_loss(micro_batch)
+            finally:
+                micro_batch.walking = False
 
-        return body
+        thread = greenlet(body)
+        thread.gr_context = copy_context()
+        return _Runner(micro_batch, thread)
 
     def _forward(self, step: _Step) -> None:
         runners = list(step.runners.values())  # descending
@@ -135,80 +150,68 @@ class VerticalSchedule:
             self._walk.micro_batch = runner.micro_batch
         result = runner.thread.switch()
         self._running = None
-        if runner.thread.dead and self._base is not None:
-            self._base.restore()
-            runner.loss = result
-            if not runner.micro_batch.straight:
-                self._over(step, runner)
+        if runner.thread.dead:
+            self._over(step, runner.micro_batch, result)
 
-    def _over(self, step: _Step, runner: _Runner) -> None:
-        """The micro-batch ended outside the tail: the joint backward starts from its loss."""
-        index, loss = runner.micro_batch.index, runner.loss
-        if loss is None:
+    def _over(self, step: _Step, micro_batch: MicroBatch, loss: torch.Tensor) -> None:
+        """The micro-batch ended: it goes straight back if it is in the tail, and in the joint backward otherwise."""
+        if self._base is not None:
+            self._base.restore()
+        step.losses[micro_batch.index] = loss.detach()
+        step.differentiable |= loss.requires_grad
+        coefficient = step.coefficients[micro_batch.index]
+        last = separable_tail(micro_batch, loss) if micro_batch.straight else None
+        if last is not None:
+            step.roots.extend(straight_backward(micro_batch, last, loss, coefficient, self._walk.sums))
             return
-        step.losses[index] = loss.detach()
-        step.roots.append(Root(loss, scaled(loss, step.coefficients[index])))
+        step.roots.append(Root(loss, scaled(loss, coefficient)))
+        if micro_batch.straight:  # the loss reaches further back: its graph, and the weights in it, wait
+            self._recorder.count("tails_not_separable", 1)
+            self._walk.sums.expect(sorted({leaf.shard for leaf in micro_batch.leaves}))
+            step.graph_waits = True
 
     def _rank(self, runner: _Runner) -> float:
         return self._order.rank(runner.micro_batch.visits, runner.waiting_at)
 
     def _at_tail(self, runner: _Runner) -> bool:
-        return self._order.separable and runner.waiting_at == self._order.last
+        return self._order.tail is not None and runner.waiting_at == self._order.tail
 
     def _learn(self, forward_loss: ForwardLoss, first: MicroBatch) -> None:
         """Run a micro-batch alone, remember its way, and forget all else: gradients, buffers that it changed, its graph.
 
         Were it kept, its backward would come after all the others', and every unit's sums would wait for it.
         """
-        micro_batch = MicroBatch(first.index, first.global_index)
+        micro_batch = MicroBatch(first.index, first.global_index, learning=True)
         before = buffer_values(self._walk.module)
         try:
             self._walk.begin(micro_batch)
-            loss = forward_loss(micro_batch)
-            separable = tail_is_separable(micro_batch, loss)
+            last = separable_tail(micro_batch, forward_loss(micro_batch))
         finally:
             self._walk.end()
             self._walk.sums.discard()
-            restore(before)
-        self._recorder.count("tails_not_separable", int(not separable))
-        self._order.learn(micro_batch.visits, separable=separable)
+            restore(changed(before))
+        self._recorder.count("tails_not_separable", int(last is None))
+        self._order.learn(micro_batch.visits, tail=last.visit if last is not None else None)
         self._weights.expect(self._order.vertical_sequence(self._walk.groups))
 
     # Tail and backward
 
     def _tails(self, step: _Step, group: Sequence[_Runner]) -> None:
         """Run each micro-batch from the last unit to its loss and straight back, in ascending order."""
-        shards = self._walk.groups(self._order.last.unit if self._order.last is not None else 0)
-        for shard in shards:
+        for shard in self._walk.groups(self._order.tail.unit) if self._order.tail is not None else ():
             self._weights.acquire(shard)
             step.held.append(shard)
         for runner in reversed(group):
-            micro_batch = runner.micro_batch
-            micro_batch.straight = True
-            micro_batch.last_call = None
-            micro_batch.leaves.clear()
+            runner.micro_batch.straight = True
+            runner.micro_batch.leaves.clear()
             while not runner.thread.dead:
                 self._resume(step, runner)
-            loss, runner.loss = runner.loss, None
-            if loss is None:
-                continue
-            step.losses[micro_batch.index] = loss.detach()
-            coefficient = step.coefficients[micro_batch.index]
-            if tail_is_separable(micro_batch, loss):
-                step.roots.extend(straight_backward(micro_batch, loss, coefficient, self._walk.sums))
-            else:  # the loss reaches further back in this step: its graph, and the weights in it, wait for the joint backward
-                self._recorder.count("tails_not_separable", 1)
-                self._walk.sums.expect(sorted({leaf.shard for leaf in micro_batch.leaves}))
-                step.roots.append(Root(loss, scaled(loss, coefficient)))
-                step.graph_waits = True
         if not step.graph_waits:
             self._release(step)
 
     def _joint_backward(self, step: _Step) -> None:
         roots = [root for root in step.roots if root.tensor.requires_grad]
         step.roots = []
-        for runner in step.runners.values():
-            runner.loss = None
         if roots:
             torch.autograd.backward([root.tensor for root in roots], [root.gradient for root in roots])
         self._release(step)
@@ -219,12 +222,16 @@ class VerticalSchedule:
 
     def _close(self, step: _Step) -> None:
         """Whatever happened: no greenlet is left, no weights are held, the root group's parameters are in their places."""
-        for runner in step.runners.values():
-            if not runner.thread.dead:
-                runner.thread.throw()
+        with ExitStack() as closing:  # each part is done even if the one before raises
+            closing.callback(self._forget)
+            closing.callback(self._release, step)
+            for runner in step.runners.values():
+                if not runner.thread.dead:
+                    closing.callback(runner.thread.throw)
+
+    def _forget(self) -> None:
         if self._base is not None:
             self._base.restore()
-        self._release(step)
         self._walk.end()
         self._running = None
         self._scheduler = None

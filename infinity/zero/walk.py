@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import IllegalTransition
+from infinity.errors import IllegalTransition, ModelError
 from infinity.zero.binding import Binding, install, make_leaves
 from infinity.zero.gradients import GradientSums
-from infinity.zero.guards import sequence_mark
 from infinity.zero.micro_batch import LastCall, MicroBatch
 from infinity.zero.randomness import Randomness
-from infinity.zero.unit_call import UnitRuntime, WeightSource, plain_call, rerun_call, straight_call, take_apart, track
+from infinity.zero.structure import take_apart
+from infinity.zero.unit_call import UnitRuntime, WeightSource, plain_call, rerun_call, straight_call, track
 
 
 class Arrivals(Protocol):
@@ -36,17 +38,21 @@ class Walk:
     """Routes every call of every unit. Owner: the engine. One thread; between steps no micro-batch is walking."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[UnitRuntime], rerun: Sequence[bool], root: Sequence[Binding], weights: WeightSource,
-        sums: GradientSums, randomness: Randomness,
+        self, module: nn.Module, units: Sequence[UnitRuntime], rerun: Sequence[bool], root: Sequence[Binding],
+        weights: WeightSource, sums: GradientSums, randomness: Randomness,
     ) -> None:  # fmt: skip
         self.module = module
-        self._units = tuple(units)
+        self._units = tuple(replace(runtime, forward=self._entered(runtime.forward)) for runtime in units)
+        self._own_forwards = tuple(runtime.forward for runtime in units)
         self._rerun = tuple(rerun)  # by unit: whether its weights leave between forward and backward
         self._root = tuple(root)
+        self._root_weights: dict[int, Mapping[str, torch.Tensor]] = {}  # while a micro-batch walks
         self._weights = weights
         self.sums = sums
         self._randomness = randomness
         self._arrivals: Arrivals = GoOn()
+        self._inside_unit = False
+        self._hooks: list[RemovableHandle] = []
         self.micro_batch: MicroBatch | None = None  # the one whose code is running
 
     @property
@@ -61,11 +67,17 @@ class Walk:
         """Route the calls of the units' modules through the walk."""
         for index, runtime in enumerate(self._units):
             runtime.unit.module.forward = functools.wraps(runtime.forward)(functools.partial(self._call, index))
+        self._hooks = list(self._watch_parameters())
 
     def detach(self) -> None:
         """Give the modules their own forward back."""
-        for runtime in self._units:
-            runtime.unit.module.__dict__.pop("forward", None)
+        for runtime, forward in zip(self._units, self._own_forwards, strict=True):
+            module = runtime.unit.module
+            del module.forward
+            if module.forward != forward:  # somebody had replaced it before
+                module.forward = forward
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @contextmanager
     def ordered_by(self, arrivals: Arrivals) -> Iterator[None]:
@@ -78,32 +90,50 @@ class Walk:
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """The code that runs from now on is this micro-batch's, from before its first unit."""
+        for shard in {binding.shard for binding in self._root}:
+            self._root_weights[shard] = self._weights.acquire(shard)
+            self._weights.release(shard)
+        micro_batch.walking = True
         self.micro_batch = micro_batch
-        self._begin_segment(micro_batch)
+        self._begin_stretch(micro_batch)
 
     def end(self) -> None:
         """No micro-batch is walking; the root group's own parameters are back in their places."""
+        if self.micro_batch is not None:
+            self.micro_batch.walking = False
         self.micro_batch = None
+        self._root_weights.clear()
         install(self._root, [binding.outside for binding in self._root])
 
     def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        runtime = self._units[index]
-        if self.micro_batch is None:
-            if torch.is_grad_enabled() and runtime.unit.module.training:
-                raise IllegalTransition(
-                    f"Unit {runtime.unit.name!r} was called for training outside the engine.",
-                    remedy="Call the engine (engine(...), engine.train_batch(...)) instead of the model, or use torch.no_grad().",
-                )
-            with torch.no_grad():
-                return plain_call(runtime, None, args, kwargs)
+        runtime, micro_batch = self._units[index], self.micro_batch
+        if self._inside_unit:  # a unit that is a part of another one: the outer call has its weights
+            return runtime.forward(*args, **kwargs)
+        if micro_batch is None:
+            return self._outside_steps(runtime, args, kwargs)
         self._arrivals.arrive(index)
-        micro_batch = self.micro_batch
         micro_batch.enter(index)
         try:
             return self._routed(index)(runtime, micro_batch, args, kwargs)
         finally:
             micro_batch.position += 1
-            self._begin_segment(micro_batch)
+            self._begin_stretch(micro_batch)
+
+    def _outside_steps(self, runtime: UnitRuntime, args: Any, kwargs: Any) -> Any:
+        """Evaluate the unit. Raises where a gradient may be expected."""
+        if torch._C._current_graph_task_id() != -1:
+            raise ModelError(
+                f"Unit {runtime.unit.name!r} was called while backward was running.",
+                remedy="Turn torch.utils.checkpoint around units (gradient checkpointing) off: infinity reruns units itself.",
+            )
+        _, tensors = take_apart((args, kwargs))
+        if torch.is_grad_enabled() and (runtime.unit.module.training or any(tensor.requires_grad for tensor in tensors)):
+            raise IllegalTransition(
+                f"Unit {runtime.unit.name!r} was called for training outside the engine.",
+                remedy="Call the engine (engine(...), engine.train_batch(...)) and not the model, or use torch.no_grad().",
+            )
+        with torch.no_grad():
+            return plain_call(runtime, None, args, kwargs)
 
     def _routed(self, index: int) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
@@ -114,39 +144,67 @@ class Walk:
         return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
 
     def _straight(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
-        self._note_last_call(micro_batch, args, kwargs)
+        args, kwargs = self._cut(micro_batch, args, kwargs, None)
         return straight_call(runtime, micro_batch, args, kwargs)
 
     def _rerun_or_plain(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
-        if micro_batch.straight:
+        if micro_batch.straight and micro_batch.last_call is None:
             return self._straight(runtime, micro_batch, args, kwargs)
-        _, tensors = take_apart(args, kwargs)
+        _, tensors = take_apart((args, kwargs))
         trainable = any(binding.trainable for binding in runtime.bindings)
         if not trainable and not any(tensor.requires_grad for tensor in tensors):
             return self._without_gradient(runtime, micro_batch, args, kwargs)  # no backward visit
         anchor = torch.zeros((), requires_grad=trainable)
-        self._note_last_call(micro_batch, args, kwargs, anchor)
+        args, kwargs = self._cut(micro_batch, args, kwargs, anchor)
         return rerun_call(runtime, micro_batch, args, kwargs, anchor)
 
-    def _note_last_call(self, micro_batch: MicroBatch, args: Any, kwargs: Any, anchor: torch.Tensor | None = None) -> None:
-        if micro_batch.straight and micro_batch.last_call is not None:
-            return  # the tail was cut off at its first call
-        _, tensors = take_apart(args, kwargs)
-        anchor = torch.zeros((), requires_grad=True) if anchor is None else anchor
-        wanted = tuple(tensor for tensor in tensors if tensor.requires_grad)
-        micro_batch.last_call = LastCall(wanted, anchor, sequence_mark(torch.zeros((), requires_grad=True)))
+    def _cut(self, micro_batch: MicroBatch, args: Any, kwargs: Any, anchor: torch.Tensor | None) -> tuple[Any, Any]:
+        """Note the call as the last one, where it is or may be; return the arguments with aliases as their tensors."""
+        if not micro_batch.learning and not (micro_batch.straight and micro_batch.last_call is None):
+            return args, kwargs
+        structure, tensors = take_apart((args, kwargs))
+        aliases = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+        inputs = tuple(alias for alias in aliases if alias.requires_grad)
+        micro_batch.last_call = LastCall(micro_batch.visits[-1], inputs, anchor)
         micro_batch.leaves.clear()
+        args, kwargs = structure.fill(aliases)
+        return args, kwargs
 
-    def _begin_segment(self, micro_batch: MicroBatch) -> None:
-        """Between two units: the root group's parameters get leaves of their own, booked to this position."""
+    def _begin_stretch(self, micro_batch: MicroBatch) -> None:
+        """Between two units: the root group's parameters get leaves of their own, booked to this stretch."""
         self._randomness.at(micro_batch.global_index, micro_batch.position)
-        if not self._root or not torch.is_grad_enabled():
-            return
-        shard = self._root[0].shard
-        weights = {shard: self._weights.acquire(shard)}
-        leaves = make_leaves(self._root, weights, micro_batch.position, with_grad=True)
-        self._weights.release(shard)
-        track(leaves, self.sums, micro_batch)
-        install(self._root, [leaf.tensor for leaf in leaves])
+        if self._root:
+            leaves = make_leaves(self._root, self._root_weights, micro_batch.stretch, with_grad=True)
+            track(leaves, self.sums, micro_batch)
+            install(self._root, [leaf.tensor for leaf in leaves])
+
+    def _entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            before, self._inside_unit = self._inside_unit, True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside_unit = before
+
+        return entered
+
+    def _watch_parameters(self) -> Iterator[RemovableHandle]:
+        """Let no gradient get lost in the resident parameters themselves: calls and stretches use leaves in their stead."""
+        watched: set[int] = set()
+        for binding in (*self._root, *(binding for runtime in self._units for binding in runtime.bindings)):
+            outside = binding.outside
+            if id(outside) not in watched and outside.requires_grad and outside.is_leaf and not binding.absent:
+                watched.add(id(outside))
+                yield outside.register_post_accumulate_grad_hook(_refuse(binding.parameter))  # type: ignore[no-untyped-call]
 
 
+def _refuse(parameter: str) -> Callable[[torch.Tensor], None]:
+    def refuse(_: torch.Tensor) -> None:
+        raise ModelError(
+            f"Parameter {parameter} was used outside its unit, where its gradient would be lost.",
+            remedy="Use it inside its unit's forward, or list in infinity.units the modules that are to be units, without "
+            "the one that holds it: parameters of no unit may be used anywhere.",
+        )
+
+    return refuse

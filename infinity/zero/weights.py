@@ -21,6 +21,7 @@ from infinity.memory.arena import Buffer
 from infinity.memory.transfer import Transfers
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
+from infinity.zero.order import ShardOrder
 from infinity.zero.shard import Residency, Shard
 
 
@@ -89,12 +90,12 @@ class Weights:
         }
         self._in_use = [0] * len(shards)
         self._update_is_due = [False] * len(shards)
-        self._order: tuple[int, ...] = ()
-        self._cursor = 0
+        self._order: ShardOrder = ()
+        self._cursor = 0  # the visit that is being served
 
-    def expect(self, order: Sequence[int]) -> None:
-        """Say in which order shards will be asked for, from now on and again and again."""
-        self._order = tuple(order)
+    def expect(self, order: ShardOrder) -> None:
+        """Say in which order shards will be asked for, visit by visit, from now on and again and again."""
+        self._order = order
         self.rewind()
 
     def rewind(self) -> None:
@@ -216,19 +217,18 @@ class Weights:
     # Order
 
     def _advance(self, shard: int) -> None:
-        """Move the cursor to the next place of the order that names the shard; a surprise leaves it where it is."""
-        for step in range(len(self._order)):
-            position = (self._cursor + step) % len(self._order)
-            if self._order[position] == shard:
-                self._cursor = position
-                return
+        """Move the cursor to the next visit that needs the shard; a surprise leaves it where it is."""
+        distance = self._next_use(shard)
+        if distance < len(self._order):
+            self._cursor = (self._cursor + distance) % len(self._order)
 
     def _next_use(self, shard: int) -> int:
-        """Return how many places of the order lie before the next use of the shard."""
-        for step in range(len(self._order)):
-            if self._order[(self._cursor + step) % len(self._order)] == shard:
-                return step
-        return len(self._order)
+        """Return how many visits lie before the next one that needs the shard; the length of the order if none does."""
+        order, cursor = self._order, self._cursor
+        for distance in range(len(order)):
+            if shard in order[(cursor + distance) % len(order)]:
+                return distance
+        return len(order)
 
     def _choose(self, shard: int, *, needed_at: int, must: bool) -> Slot | None:
         """Return the slot to load the shard into, or nothing if every other shard is in use or needed sooner."""
@@ -252,16 +252,16 @@ class Weights:
         return len(self._order) + 1 if slot.shard is None else self._next_use(slot.shard)
 
     def _load_ahead(self, first: int = 1) -> None:
-        """Begin to load what comes next in the order, as far as there are slots for it."""
-        for step in range(first, len(self._order)):
-            position = self._cursor + step
-            shard = self._order[position % len(self._order)]
-            if self._slot_of(shard) is not None:
-                continue
-            if self._shards[shard].residency is not Residency.ABSENT:
-                self._begin(shard, self._kept[shard], fetch=False)
-                continue
-            slot = self._choose(shard, needed_at=position, must=False)
-            if slot is None:
-                return
-            self._begin(shard, slot, fetch=slot.shard != shard)
+        """Begin to load what the next visits need, as far as there are slots for it."""
+        for distance in range(first, len(self._order)):
+            position = self._cursor + distance
+            for shard in self._order[position % len(self._order)]:
+                if self._slot_of(shard) is not None:
+                    continue
+                if self._shards[shard].residency is not Residency.ABSENT:
+                    self._begin(shard, self._kept[shard], fetch=False)
+                    continue
+                slot = self._choose(shard, needed_at=position, must=False)
+                if slot is None:
+                    return
+                self._begin(shard, slot, fetch=slot.shard != shard)
