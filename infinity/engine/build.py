@@ -17,12 +17,13 @@ from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
 from infinity.engine.cut import CutModel, cut
 from infinity.engine.engine import Engine, EngineParts
+from infinity.engine.in_place import committed_run, committed_state
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import grad_dtype_of, plan_for, residencies_of, shares_of
 from infinity.engine.reserve import open_gradient_slots, open_io, open_weight_slots, slot_over
-from infinity.engine.take_over import take_over
+from infinity.engine.take_over import refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import IllegalTransition
@@ -72,6 +73,7 @@ def initialize(
     activation_bytes: int | None = None,
     run_name: str = "run",
     num_steps: int | None = None,
+    adopt: Path | None = None,
 ) -> Initialized:
     """Take over a module for training and return its engine.
 
@@ -79,6 +81,7 @@ def initialize(
     tier, by default what the configuration asks for. The model may be on the meta device: `init(module, name)` or each
     module's reset_parameters() then gives its values, one module at a time. `activation_bytes` is what torch will need
     inside units, where it is known. `num_steps` is the length of the run, which linear and cosine schedules need.
+    `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
 
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
     """
@@ -87,27 +90,43 @@ def initialize(
     base_bytes = measure_base()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     pieces = cut(model, resolved)
-    plan = plan_for(pieces, resolved, placement or Placement.from_config(resolved), device, activation_bytes)
+    request = EngineRequest(
+        model=model,
+        config=resolved,
+        pieces=pieces,
+        plan=plan_for(pieces, resolved, placement or Placement.from_config(resolved), device, activation_bytes),
+        device=device,
+        init=init,
+        run_name=run_name,
+        num_steps=num_steps,
+        adopted_run=committed_run(adopt) if adopt is not None else None,
+        base_bytes=base_bytes,
+        notes=(*resolved.notes(), *allocator.notes),
+    )
     with ExitStack() as resources:
-        engine = _compose(
-            model, resolved, pieces, plan, device, resources, init, run_name, num_steps, base_bytes, allocator.notes
-        )
+        engine = _compose(request, resources)
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
 
 
-def _compose(
-    model: nn.Module,
-    config: Config,
-    pieces: CutModel,
-    plan: Plan,
-    device: torch.device,
-    resources: ExitStack,
-    init: Initializer | None,
-    run_name: str,
-    num_steps: int | None,
-    base_bytes: int,
-    allocator_notes: tuple[str, ...],
-) -> Engine:
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """Everything that is decided before anything is reserved."""
+
+    model: nn.Module
+    config: Config
+    pieces: CutModel
+    plan: Plan
+    device: torch.device
+    init: Initializer | None
+    run_name: str
+    num_steps: int | None  # length of the run, for the learning rate's course
+    adopted_run: Path | None  # the run directory of a checkpoint in place that is taken over
+    base_bytes: int  # RSS before any model exists
+    notes: tuple[str, ...]
+
+
+def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
+    model, config, pieces, plan, device = request.model, request.config, request.pieces, request.plan, request.device
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
     recorder = Recorder()
     transfers = open_transfers(device)
@@ -120,13 +139,14 @@ def _compose(
         engine=io_engine,
         ledger=ledger,
         recorder=recorder,
-        run_name=run_name,
+        run_name=request.run_name,
         pin=pin,
         num_tile_slots=max(1, plan.num_tile_slots),
         shards=placed,
         grad_element_bytes=ELEMENT_BYTES[grad_dtype],
+        adopt=request.adopted_run,
     )
-    resources.callback(store.close)
+    resources.callback(store.close, keep=True)
     kernel = open_kernel()
     stream = open_update_stream(
         store=store,
@@ -141,7 +161,8 @@ def _compose(
     )
     resources.callback(stream.close)
     slots = open_weight_slots(plan, ledger, device, pin, resources)
-    _fill(store, pieces, InitializedValues(init), slots)
+    if request.adopted_run is None:
+        _fill(store, pieces, InitializedValues(request.init), slots)
     in_host_memory = {
         layout.index: buffer for layout in pieces.layouts if (buffer := store.weights(layout.index)) is not None
     }
@@ -150,6 +171,7 @@ def _compose(
         index: slot_over(in_host_memory[index], device) for index, one in residency.items() if one is not Residency.ABSENT
     }
     shards = take_over(pieces, residency, kept, device)
+    resources.callback(refuse_loading(model))
     weights = Weights(
         shards,
         slots,
@@ -171,11 +193,11 @@ def _compose(
     )
     sums = GradientSums(shards, gradients)
     randomness = Randomness(config.seed, device)
-    activations = ActivationMeter(ledger, device, base_bytes)
+    activations = ActivationMeter(ledger, device, request.base_bytes)
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = build_optimizer(config.optimizer)
-    lr_schedule = _lr_schedule(config, num_steps)
+    lr_schedule = _lr_schedule(config, request.num_steps)
     updater = Updater(
         shards=shards,
         gradients=gradients,
@@ -195,6 +217,7 @@ def _compose(
         lr_schedule=lr_schedule,
         precision="bf16" if config.bf16.enabled else "fp32",
         staging=lambda _: slots[0].host,
+        adopted=committed_state(request.adopted_run) if request.adopted_run is not None else None,
     )
     walk.attach()
     resources.callback(walk.detach)
@@ -219,7 +242,7 @@ def _compose(
             persistence=persistence,
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
-            notes=(*config.notes(), *io_notes, *allocator_notes),
+            notes=(*request.notes, *io_notes),
             resources=resources.pop_all(),
         )
     )

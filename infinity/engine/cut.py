@@ -57,7 +57,7 @@ class CutModel:
 def cut(model: nn.Module, config: Config) -> CutModel:
     """Cut the model into units and lay out the shards of one rank.
 
-    Raises ModelError for a compiled model and for parameters that are not floating-point numbers.
+    Raises ModelError for a compiled model, parameters that are not floating-point numbers, and buffers without values.
     """
     _require_plain(model)
     units, groups = cut_model(model, config.infinity.units)
@@ -85,4 +85,10 @@ def _require_plain(model: nn.Module) -> None:
             raise ModelError(
                 f"Parameter {name} has dtype {parameter.dtype}; infinity trains float32, bfloat16 and float16 parameters.",
                 remedy="Convert it, or register it as a buffer if it is not trained.",
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"Buffer {name} is on the meta device; only parameters are filled by initialize(init=...).",
+                remedy="Give it its value before initialize: make it outside torch.device('meta') or assign it anew.",
             )

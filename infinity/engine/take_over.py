@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from infinity.engine.cut import CutModel
+from infinity.errors import IllegalTransition
 from infinity.store.layout import ParameterSpec, ShardLayout
 from infinity.zero.absent import AbsentParameter
 from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
@@ -51,3 +52,27 @@ def _absent(spec: ParameterSpec, unit: str, device: torch.device) -> AbsentParam
         spec.name, unit, spec.shape, TORCH_DTYPES[spec.dtype], device, spec.trainable
     )
     return absent
+
+
+def refuse_loading(model: nn.Module) -> Callable[[], None]:
+    """Let `load_state_dict` on any part of the model be an error, until the returned function is called.
+
+    Loaded into a resident bf16 weight, values would meet the low halves of the old master.
+    """
+    hooks = [  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+        for module in model.modules()
+    ]
+
+    def allow() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return allow
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    raise IllegalTransition(
+        f"load_state_dict was called on {type(module).__name__} after the engine took over its weights.",
+        remedy="Call it before infinity.initialize, or use engine.load_checkpoint.",
+    )
