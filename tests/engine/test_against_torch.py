@@ -245,7 +245,7 @@ def test_norm_and_coefficient_equal_torchs(nvme: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_step_k_uses_the_schedule_at_k(kind: str, nvme: Path) -> None:
-    """C80: with a warm-up from 0 over 10 steps, step k is made with schedule(k), as torch's LambdaLR would; the first with 0."""
+    """C80: with a warm-up from 0 over 10 steps, step k uses schedule(k) as torch's LambdaLR does; the first uses 0."""
     num_steps, warmup = 14, 10
     scheduler = {"type": kind, "params": {"warmup_num_steps": warmup, "total_num_steps": num_steps}}
     config = settings(nvme, lr=3e-3, bf16=False, scheduler=scheduler, **NVME)
