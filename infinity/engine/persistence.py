@@ -15,7 +15,9 @@ from infinity.checkpoint.reader import Checkpoint, open_checkpoint
 from infinity.checkpoint.sources import HostData
 from infinity.checkpoint.specs import BUFFER, WEIGHT, TensorSpec, tensor_name
 from infinity.checkpoint.writer import write_checkpoint
+from infinity.engine.in_place import commit_in_place, require_adopted
 from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.errors import SwapSpaceError
 from infinity.memory.arena import Buffer
 from infinity.optim.reference import join_master
 from infinity.store.layout import ParameterSpec, Section, ShardLayout, Tile, tile_segments
@@ -47,6 +49,7 @@ class Persistence:
         lr_schedule: LrSchedule,
         precision: str,
         staging: Callable[[int], Buffer],
+        adopted: CheckpointState | None,
     ) -> None:
         self._module = module
         self._shards = shards
@@ -56,6 +59,7 @@ class Persistence:
         self._lr_schedule = lr_schedule
         self._precision = precision
         self._staging = staging
+        self._adopted = adopted  # the checkpoint in place whose swap files this store took over
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter's fp32 master in order of the shards, on the CPU."""
@@ -74,7 +78,7 @@ class Persistence:
     def save(
         self, directory: Path, *, global_step: int, skipped_steps: int, extra: dict[str, object], keep: int | None
     ) -> Path:
-        """Write one checkpoint and return its path."""
+        """Write one checkpoint and return its path: a copy, or where there is no room for one, the swap files themselves."""
         counters = Counters(
             global_step=global_step,
             applied_steps=global_step - skipped_steps,
@@ -89,18 +93,27 @@ class Persistence:
             data_position=extra,  # type: ignore[arg-type]
             rng_state=torch.get_rng_state().numpy().tobytes().hex(),
         )
+        buffers = _BufferSource(self._module)
         units = [_ShardSource(shard, self._store, self._weights) for shard in self._shards]
-        return write_checkpoint(directory, units, state, buffers=_BufferSource(self._module), keep=keep)
+        try:
+            return write_checkpoint(directory, units, state, buffers=buffers, keep=keep)
+        except SwapSpaceError:
+            if not self._store.directories:
+                raise
+        return commit_in_place(self._store, directory, state, buffers=buffers, keep=keep)
 
     def load(self, path: Path) -> Restored:
         """Replace the whole state by a checkpoint's."""
         with open_checkpoint(path) as checkpoint:
             checkpoint.require_match(self._fingerprint())
-            self._weights.forget()
-            for shard in self._shards:
-                self._load_shard(checkpoint, shard)
-            self._load_buffers(checkpoint)
             state = checkpoint.state
+            if checkpoint.manifest.swap_files:
+                require_adopted(checkpoint, self._adopted)
+            else:
+                self._weights.forget()
+                for shard in self._shards:
+                    self._load_shard(checkpoint, shard)
+            self._load_buffers(checkpoint)
         counters = state.counters
         self._optimizer.steps = dict(counters.parameter_steps)
         self._lr_schedule.num_applied_steps = counters.schedule_position

@@ -59,7 +59,7 @@ def refuse_loading(model: nn.Module) -> Callable[[], None]:
 
     Loaded into a resident bf16 weight, values would meet the low halves of the old master.
     """
-    hooks = [  # type: ignore[no-untyped-call]
+    hooks = [
         module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
         for module in model.modules()
     ]

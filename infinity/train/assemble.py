@@ -44,6 +44,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         activation_bytes=activations,
         run_name=options.model,
         num_steps=options.steps,
+        adopt=checked.resume_from,
     ).engine
 
 
