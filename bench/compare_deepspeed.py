@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, swap: Path) -> dict[str, list[dict[st
     """Return the reports of every round by setting; the settings alternate, so that drift of the machine meets all alike."""
     interpreters = {
         "deepspeed": prepare_deepspeed(arguments.venv.resolve()),
-        "infinity": (Path(sys.executable), dict(os.environ)),
+        "infinity": (Path(sys.executable), {**os.environ, "PYTHONPATH": str(ROOT)}),
     }
     reports: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in SETTINGS}
     for index in range(arguments.rounds):

@@ -41,7 +41,10 @@ def run_training(nvme: Path, options: list[str]) -> TrainingRun:
     try:
         with (output / "log").open("w+") as log:
             process = subprocess.Popen([sys.executable, "-m", "infinity", *arguments], cwd=ROOT, stdout=log, stderr=log)
-            rss_bytes_of_step, swap_cache_bytes = watch(process, output / "metrics.jsonl", nvme)
+            try:
+                rss_bytes_of_step, swap_cache_bytes = watch(process, output / "metrics.jsonl", nvme)
+            finally:
+                process.kill()  # of no effect on one that has ended
             log.seek(0)
             if process.returncode:
                 raise RuntimeError(f"infinity {' '.join(arguments)} ended with {process.returncode}:\n{log.read()[-4000:]}")
