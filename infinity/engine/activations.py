@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from infinity.memory.host_allocator import release_free_memory
 from infinity.memory.ledger import Ledger
 from infinity.memory.limits import rss_bytes
 from infinity.placement.plan import Owner
@@ -17,10 +18,11 @@ class ActivationMeter:
     little too small. On a GPU it is the allocator's own peak.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, base_bytes: int) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, base_bytes: int, planned_bytes: int) -> None:
         self._ledger = ledger
         self._device = device
         self._base_bytes = base_bytes
+        self._planned_bytes = planned_bytes  # of host memory, all owners together
         self._most_bytes = 0
         self._entered_bytes = 0  # this meter's own entry in the ledger
 
@@ -31,10 +33,12 @@ class ActivationMeter:
             self._most_bytes = max(self._most_bytes, rss_bytes() - self._base_bytes - booked)
 
     def book(self) -> None:
-        """Called after each step: enter the most that was seen."""
+        """Called after each step: enter the most that was seen, and give free memory back where it exceeds the plan."""
         if self._device.type == "cuda":
             booked = self._ledger.used(Tier.GPU) - self._entered_bytes
             self._most_bytes = max(self._most_bytes, torch.cuda.max_memory_allocated(self._device) - booked)
+        elif rss_bytes() - self._base_bytes > self._planned_bytes:
+            release_free_memory()
         self._entered_bytes = max(0, self._most_bytes)
         tier = Tier.CPU if self._device.type == "cpu" else Tier.GPU
         self._ledger.observe(tier, Owner.ACTIVATIONS.value, self._entered_bytes)

@@ -21,7 +21,7 @@ from infinity.engine.in_place import committed_run, committed_state
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
-from infinity.engine.planned import grad_dtype_of, plan_for, residencies_of, shares_of
+from infinity.engine.planned import ActivationSizes, grad_dtype_of, plan_for, residencies_of, shares_of
 from infinity.engine.reserve import open_gradient_slots, open_io, open_weight_slots, slot_over
 from infinity.engine.take_over import refuse_loading, take_over
 from infinity.engine.update import Updater
@@ -37,6 +37,7 @@ from infinity.optim.pipeline import IoPolicy
 from infinity.optim.schedules import build_schedule
 from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan
+from infinity.states import Tier
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store, open_store
 from infinity.telemetry.recorder import Recorder
@@ -49,6 +50,9 @@ from infinity.zero.unit_call import UnitRuntime
 from infinity.zero.vertical import VerticalSchedule
 from infinity.zero.walk import Walk
 from infinity.zero.weights import Slot, Weights
+
+# What the recorder keeps: a few steps of a large model, about 6 MB.
+_MAX_SPANS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ def initialize(
     placement: Placement | None = None,
     init: Initializer | None = None,
     activation_bytes: int | None = None,
+    kept_bytes: Callable[[str], int] | None = None,
     run_name: str = "run",
     num_steps: int | None = None,
     adopt: Path | None = None,
@@ -80,7 +85,8 @@ def initialize(
     `config` is a dict with DeepSpeed's keys, the path of a JSON file, or a Config. `placement` says what lives in which
     tier, by default what the configuration asks for. The model may be on the meta device: `init(module, name)` or each
     module's reset_parameters() then gives its values, one module at a time. `activation_bytes` is what torch will need
-    inside units, where it is known. `num_steps` is the length of the run, which linear and cosine schedules need.
+    inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose weights stay, where
+    they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
 
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
@@ -94,7 +100,13 @@ def initialize(
         model=model,
         config=resolved,
         pieces=pieces,
-        plan=plan_for(pieces, resolved, placement or Placement.from_config(resolved), device, activation_bytes),
+        plan=plan_for(
+            pieces,
+            resolved,
+            placement or Placement.from_config(resolved),
+            device,
+            ActivationSizes(activation_bytes, kept_bytes),
+        ),
         device=device,
         init=init,
         run_name=run_name,
@@ -128,7 +140,7 @@ class EngineRequest:
 def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     model, config, pieces, plan, device = request.model, request.config, request.pieces, request.plan, request.device
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
-    recorder = Recorder()
+    recorder = Recorder(max_spans=_MAX_SPANS)
     transfers = open_transfers(device)
     pin = config.pin_memory and device.type == "cuda"
     grad_dtype = grad_dtype_of(config)
@@ -193,7 +205,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     )
     sums = GradientSums(shards, gradients)
     randomness = Randomness(config.seed, device)
-    activations = ActivationMeter(ledger, device, request.base_bytes)
+    activations = ActivationMeter(ledger, device, request.base_bytes, plan.memory_bytes(Tier.CPU))
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = build_optimizer(config.optimizer)

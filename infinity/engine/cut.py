@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,11 @@ class CutModel:
     layouts: tuple[ShardLayout, ...]
     tile_elements: int
 
-    def sizes(self) -> tuple[UnitSize, ...]:
-        """Return what the planner knows of each group."""
+    def sizes(self, kept_bytes: Callable[[str], int] | None = None) -> tuple[UnitSize, ...]:
+        """Return what the planner knows of each group.
+
+        `kept_bytes` gives, by unit name, what autograd keeps of one micro-batch of a unit that is not rerun.
+        """
         return tuple(
             UnitSize(
                 name=layout.name,
@@ -37,6 +40,7 @@ class CutModel:
                 num_gradient_elements=sum(section.unit_elements for section in layout.sections if section.trainable),
                 tile_bytes=tuple(tile.extent_bytes for tile in layout.tiles),
                 visits=max(1, len(group.units)),
+                kept_bytes=0 if kept_bytes is None or not group.units else kept_bytes(layout.name),
                 is_root=not group.units,
             )
             for group, layout in zip(self.groups, self.layouts, strict=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +30,16 @@ def grad_dtype_of(config: Config) -> str:
     return _GRAD_DTYPES[config.grad_dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationSizes:
+    """What is known of the memory that torch will need inside units."""
+
+    num_bytes: int | None = None  # inputs of units and one unit's working set; None: a share of the budget
+    kept_bytes: Callable[[str], int] | None = None  # by unit name: of one micro-batch where the unit is not rerun
+
+
 def plan_for(
-    pieces: CutModel, config: Config, placement: Placement, device: torch.device, activation_bytes: int | None = None
+    pieces: CutModel, config: Config, placement: Placement, device: torch.device, activations: ActivationSizes
 ) -> Plan:
     """Return the plan for a cut model. Raises DoesNotFit."""
     own = config.infinity
@@ -41,12 +49,12 @@ def plan_for(
         gpu_bytes = own.gpu_memory or int(torch.cuda.mem_get_info(device)[0] * (1 - _HEADROOM))
     compute_bytes = cpu_bytes if gpu_bytes is None else gpu_bytes
     request = PlanRequest(
-        units=pieces.sizes(),
+        units=pieces.sizes(activations.kept_bytes),
         placement=placement,
         cpu_memory_bytes=cpu_bytes,
         gpu_memory_bytes=gpu_bytes,
         num_micro_batches=config.batch(1).num_micro_batches,
-        activation_bytes=activation_bytes if activation_bytes is not None else int(compute_bytes * _ACTIVATION_SHARE),
+        activation_bytes=int(compute_bytes * _ACTIVATION_SHARE) if activations.num_bytes is None else activations.num_bytes,
         grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(config)],
         tile_elements=pieces.tile_elements,
         schedule=Schedule(own.schedule),

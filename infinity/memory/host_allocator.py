@@ -90,3 +90,13 @@ def _probe() -> tuple[bool, bool]:
 
 def _huge_page_bytes() -> int:
     return parse_key_values(Path("/proc/self/smaps_rollup").read_text()).get("AnonHugePages", 0) * KIB
+
+
+def release_free_memory() -> None:
+    """Give the free pages between living blocks back to the system (malloc_trim(3)); does nothing without glibc.
+
+    Small tensors that come and go leave holes that the allocator keeps; they would add up over the steps.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
