@@ -73,7 +73,7 @@ def _filled(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(leaf, _TensorPlace):
         return tensors[leaf.number]
     if isinstance(leaf, _Record):
-        record = leaf.kind.__new__(leaf.kind)
+        record: Any = object.__new__(leaf.kind)
         for name, value in leaf.attributes.fill(tensors).items():
             object.__setattr__(record, name, value)  # frozen ones too
         return record

@@ -132,7 +132,7 @@ class _UnitNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, None, *_rerun_and_backward(ctx.call, ctx.saved_tensors, gradients)
 
@@ -199,8 +199,14 @@ def _rerun_and_backward(
 
 
 def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run."""
-    _, tensors = take_apart((args, kwargs))
+    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run.
+
+    The unit gets aliases of its inputs: so the gradients of all its uses of an input are added up before they meet those
+    from outside, in the order in which a rerun adds them.
+    """
+    arguments, tensors = take_apart((args, kwargs))
+    aliases = aliased(tensors)
+    args, kwargs = filled = arguments.fill(aliases)
     with runtime.gathered() as weights:
         leaves = make_leaves(runtime.bindings, weights, micro_batch.visits[-1], with_grad=True)
         track(leaves, runtime.sums, micro_batch)
@@ -211,11 +217,17 @@ def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any
             unchanged(runtime.unit, tensors, [leaf.tensor for leaf in leaves]),
         ):
             result = runtime.forward(*args, **kwargs)
+    require_same_containers(runtime.unit, arguments, aliases, filled)
     runtime.measure()
     if not micro_batch.straight:
         runtime.sums.expect(runtime.unit.groups)
         _complete_with(tensors, lambda: runtime.sums.complete(runtime.unit.groups))
     return result
+
+
+def aliased(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same memory, with a node of their own where they require a gradient."""
+    return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def plain_call(
@@ -301,7 +313,7 @@ def _facts(output: torch.Tensor, check: bool) -> _OutputFacts:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(data), digest_size=16).digest()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).digest()
 
 
 def _require_same_outputs(call: _RerunCall, outputs: Sequence[torch.Tensor]) -> None:

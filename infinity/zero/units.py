@@ -2,7 +2,7 @@
 
 A unit is a module whose call is one step of the walk through the model: an element of a ModuleList or Sequential (a
 transformer block), or a leaf module with a matrix (an embedding, the head). Parameters of no unit, such as a final norm,
-form the root group. Parameters that several units use (tied weights) form a group of their own, which each of its units needs.
+form the root group. Parameters that several units use (tied weights) form a group of their own, which each of them needs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from infinity.errors import ConfigError
 
 ROOT = "root"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ def _unit_modules(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
         seen.add(id(module))
         own = list(module.parameters())
         is_unit = matches(name, module) if patterns else _is_unit(module, own, in_container)
-        if own and is_unit and not isinstance(module, _CONTAINERS[:1]):
-            found.append((name, module))
+        if own and is_unit and not isinstance(module, _WITHOUT_FORWARD):
+            found.append((name or type(module).__name__, module))
             seen.update(id(part) for part in module.modules())
             return
         for child_name, child in module.named_children():
@@ -133,7 +134,8 @@ def _is_unit(module: nn.Module, own: Sequence[nn.Parameter], in_container: bool)
     if in_container and not isinstance(module, _CONTAINERS):
         return bool(own)
     is_leaf = not any(True for _ in module.children())
-    return is_leaf and any(parameter.ndim >= 2 for parameter in own)
+    # Attention uses the matrix of its output projection without calling that module.
+    return (is_leaf or isinstance(module, nn.MultiheadAttention)) and any(parameter.ndim >= 2 for parameter in own)
 
 
 def _parameter_uses(model: nn.Module) -> list[ParameterUse]:

@@ -18,7 +18,7 @@ from infinity.zero.gradients import GradientSums
 from infinity.zero.micro_batch import LastCall, MicroBatch
 from infinity.zero.randomness import Randomness
 from infinity.zero.structure import take_apart
-from infinity.zero.unit_call import UnitRuntime, WeightSource, plain_call, rerun_call, straight_call, track
+from infinity.zero.unit_call import UnitRuntime, WeightSource, aliased, plain_call, rerun_call, straight_call, track
 
 
 class Arrivals(Protocol):
@@ -124,7 +124,7 @@ class Walk:
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
                 f"Unit {runtime.unit.name!r} was called while backward was running.",
-                remedy="Turn torch.utils.checkpoint around units (gradient checkpointing) off: infinity reruns units itself.",
+                remedy="Turn gradient checkpointing (torch.utils.checkpoint) around units off: infinity reruns them itself.",
             )
         _, tensors = take_apart((args, kwargs))
         if torch.is_grad_enabled() and (runtime.unit.module.training or any(tensor.requires_grad for tensor in tensors)):
@@ -163,7 +163,7 @@ class Walk:
         if not micro_batch.learning and not (micro_batch.straight and micro_batch.last_call is None):
             return args, kwargs
         structure, tensors = take_apart((args, kwargs))
-        aliases = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+        aliases = aliased(tensors)
         inputs = tuple(alias for alias in aliases if alias.requires_grad)
         micro_batch.last_call = LastCall(micro_batch.visits[-1], inputs, anchor)
         micro_batch.leaves.clear()

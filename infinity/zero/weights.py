@@ -101,7 +101,7 @@ class Weights:
     def rewind(self) -> None:
         """A step begins: what the order names first is asked for next."""
         self._cursor = 0
-        self._load_ahead(first=0)
+        self._load_ahead()
 
     def update_now(self, shards: Sequence[int]) -> None:
         """Make the updates that are due for these shards and wait until their weights are new."""
@@ -251,9 +251,9 @@ class Weights:
         """Return how far the next use of what the slot holds is; an empty slot is the first choice."""
         return len(self._order) + 1 if slot.shard is None else self._next_use(slot.shard)
 
-    def _load_ahead(self, first: int = 1) -> None:
-        """Begin to load what the next visits need, as far as there are slots for it."""
-        for distance in range(first, len(self._order)):
+    def _load_ahead(self) -> None:
+        """Begin to load what this visit and the next ones need, as far as there are slots for it."""
+        for distance in range(len(self._order)):
             position = self._cursor + distance
             for shard in self._order[position % len(self._order)]:
                 if self._slot_of(shard) is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
 from infinity.store.layout import ParameterSpec, shard_layout
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.absent import AbsentParameter
-from infinity.zero.binding import root_bindings, unit_bindings
+from infinity.zero.binding import install, root_bindings, unit_bindings
 from infinity.zero.gradients import GradientSums
 from infinity.zero.horizontal import run_horizontally
 from infinity.zero.micro_batch import MicroBatch
@@ -21,6 +23,7 @@ from infinity.zero.vertical import VerticalSchedule
 from infinity.zero.walk import Walk
 
 CPU = torch.device("cpu")
+ABSENT, KEPT, RESIDENT = Residency.ABSENT, Residency.KEPT, Residency.RESIDENT
 
 
 class PlainWeights:
@@ -40,7 +43,7 @@ class PlainWeights:
         self.held[shard] -= 1
 
     def expect(self, order):
-        self.order = tuple(order)
+        self.order = order
 
 
 class Collected:
@@ -67,21 +70,20 @@ class Collected:
                     if segment.parameter in self.touched:
                         start = section.state_offset + segment.offset
                         shape = shard.layout.spec(segment.parameter).shape
-                        found[segment.parameter] = self.flats[shard.index][start : start + segment.length].view(shape).clone()
+                        flat = self.flats[shard.index][start : start + segment.length]
+                        found[segment.parameter] = flat.view(shape).clone()
         return found
 
 
 class Harness:
-    """One model, walked in vertical or horizontal order, with absent or kept weights."""
+    """One model, walked in vertical or horizontal order. `residency` is that of every unit."""
 
-    def __init__(self, model, *, absent=True, patterns=(), check=True, seed=0):
+    def __init__(self, model, *, residency=ABSENT, patterns=(), check=True, seed=0):
         self.model = model
         self.recorder = Recorder()
         self.units, groups = cut_model(model, patterns)
         self.weights = PlainWeights()
-        self.shards = []
-        for group in groups:
-            self.shards.append(self._shard(group, absent))
+        self.shards = [self._shard(group, residency) for group in groups]
         self.target = Collected(self.shards)
         self.sums = GradientSums(self.shards, self.target)
         self.randomness = Randomness(seed, CPU)
@@ -93,59 +95,115 @@ class Harness:
             for unit in self.units
         ]  # fmt: skip
         self.walk = Walk(
-            model, runtimes, [absent] * len(runtimes), root_bindings(self.units, self.shards), self.weights, self.sums,
-            self.randomness,
+            model, runtimes, [residency is ABSENT] * len(runtimes), root_bindings(self.units, self.shards), self.weights,
+            self.sums, self.randomness,
         )  # fmt: skip
+        for runtime in runtimes:
+            install(runtime.bindings, [binding.outside for binding in runtime.bindings])
         self.order = UnitOrder(len(self.units))
+        self.vertical = VerticalSchedule(self.walk, self.weights, self.order, self.recorder, CPU)
         self.walk.attach()
 
-    def _shard(self, group, absent):
+    def _shard(self, group, residency):
         specs = [
             ParameterSpec(use.name, tuple(use.parameter.shape), str(use.parameter.dtype)[6:], use.parameter.requires_grad)
             for use in group.uses
         ]
         layout = shard_layout(group.index, group.name, specs, tile_elements=1024)
         self.weights.values[group.index] = {use.name: use.parameter.detach() for use in group.uses}
-        outside = {}
-        for use in group.uses:
-            if not group.units:
-                outside[use.name] = use.parameter
-                continue
-            stand_in = AbsentParameter.standing_for(
+        if not group.units or residency is RESIDENT:
+            return Shard(group, layout, RESIDENT, {use.name: use.parameter for use in group.uses})
+        outside = {
+            use.name: AbsentParameter.standing_for(
                 use.name, group.name, use.parameter.shape, use.parameter.dtype, CPU, use.parameter.requires_grad
             )
-            outside[use.name] = stand_in
-            for place in use.places:
-                place.module._parameters[place.attribute] = stand_in
-        residency = Residency.RESIDENT if not group.units else Residency.ABSENT if absent else Residency.KEPT
+            for use in group.uses
+        }
         return Shard(group, layout, residency, outside)
 
     def step(self, forward_loss, num_micro_batches, *, schedule="vertical", coefficients=None):
-        """Run one step; return (losses, gradients by parameter name)."""
+        """Run one step of `forward_loss(model, index)`; return (losses, gradients by parameter name)."""
         batches = [MicroBatch(k, k) for k in range(num_micro_batches)]
         coefficients = coefficients or [1.0 / num_micro_batches] * num_micro_batches
         self.target.touched.clear()
+
+        def run(batch):
+            return forward_loss(self.model, batch.index)
+
         with self.randomness.borrowed():
             if schedule == "vertical":
-                vertical = VerticalSchedule(self.walk, self.weights, self.order, self.recorder, CPU)
-                losses = vertical.run(lambda batch: forward_loss(batch.index), batches, coefficients)
+                losses = self.vertical.run(run, batches, coefficients)
             else:
-                losses = run_horizontally(
-                    self.walk, self.weights, self.order, lambda batch: forward_loss(batch.index), batches, coefficients
-                )
+                losses = run_horizontally(self.walk, self.weights, self.order, run, batches, coefficients)
         self.randomness.step += 1
         return [float(loss) for loss in losses], self.target.gradients()
 
+    def num_acquired(self, name):
+        """Return how often the shard of this name was asked for."""
+        return sum(self.shards[shard].layout.name == name for shard in self.weights.acquired)
 
-def torch_step(model, forward_loss, num_micro_batches):
-    """The same by plain accumulation."""
-    model.zero_grad()
-    losses = []
+    def visits(self):
+        """Return the names of the shards that were asked for, repetitions in a row as one, without the root group's."""
+        names = [self.shards[shard].layout.name for shard in self.weights.acquired if self.shards[shard].group.units]
+        return [name for place, name in enumerate(names) if place == 0 or names[place - 1] != name]
+
+
+def torch_step(model, forward_loss, num_micro_batches, *, fp32_sums=False):
+    """The same by plain accumulation; `fp32_sums` sums gradients outside the parameters, in fp32."""
+    losses, sums = [], {}
     for k in range(num_micro_batches):
-        loss = forward_loss(k)
-        (loss / num_micro_batches).backward()
+        model.zero_grad()
+        loss = forward_loss(model, k)
+        torch.autograd.backward(loss, torch.full_like(loss, 1.0 / num_micro_batches))
         losses.append(float(loss.detach()))
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() if fp32_sums else parameter.grad
+                sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+    model.zero_grad()
+    return losses, sums
+
+
+def same_in_every_way(model, forward_loss, num_micro_batches, *, num_steps=2, against_torch="bits", **options):
+    """Run the model in every schedule and residency, and require the same bits; return the last harness and result.
+
+    `against_torch` is "bits", a relative tolerance, or None. The order is learnt in the first step and known in the second.
+    """
+    results = {}
+    for schedule in ("vertical", "horizontal"):
+        for residency in (ABSENT, KEPT, RESIDENT):
+            harness = Harness(copy.deepcopy(model), residency=residency, **options)
+            results[schedule, residency] = [
+                harness.step(forward_loss, num_micro_batches, schedule=schedule) for _ in range(num_steps)
+            ]
+    expected = results["vertical", ABSENT]
+    for way, steps in results.items():
+        for step, (losses, gradients) in enumerate(steps):
+            assert losses == expected[step][0], (way, step)
+            require_same(gradients, expected[step][1], where=(way, step))
+    if against_torch is not None:
+        losses, gradients = torch_step(model, forward_loss, num_micro_batches, fp32_sums=True)
+        if against_torch == "bits":
+            assert expected[0][0] == losses
+            require_same(expected[0][1], gradients, where="torch")
+        else:
+            torch.testing.assert_close(expected[0][0], losses, rtol=against_torch, atol=0)
+            require_close(expected[0][1], gradients, against_torch)
+    return expected
+
+
+def require_same(gradients, expected, where=""):
+    """Require the same parameters and the same bits."""
+    assert gradients.keys() == expected.keys(), where
+    differing = [name for name, value in expected.items() if not torch.equal(gradients[name], value)]
+    assert not differing, (where, differing)
+
+
+def require_close(gradients, expected, tolerance):
+    """Require the same parameters; elements may differ by `tolerance` of the largest in their parameter."""
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=tolerance * float(value.abs().max()), msg=name)
 
 
 class Block(nn.Module):
@@ -165,12 +223,12 @@ class Block(nn.Module):
 class TinyModel(nn.Module):
     """Embedding, blocks, norm and head; `tied` shares the embedding with the head."""
 
-    def __init__(self, vocab=37, width=16, num_blocks=3, tied=False, dropout=0.0, between=0.0):
+    def __init__(self, vocab=37, width=16, num_blocks=3, tied=False, scaled=True, dropout=0.0, between=0.0, block=None):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block() if block else Block(width, dropout) for _ in range(num_blocks))
         self.between = nn.Dropout(between)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.full((width,), 1.5)) if scaled else 1.5
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:
@@ -180,6 +238,9 @@ class TinyModel(nn.Module):
         x = self.embed(tokens) * self.scale
         for block in self.blocks:
             x = self.between(block(x)) * self.scale
+        return self.loss(x, targets)
+
+    def loss(self, x, targets):
         logits = self.head(self.norm(x))
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -187,7 +248,19 @@ class TinyModel(nn.Module):
 def token_batches(num, vocab=37, size=2, length=8, seed=3):
     """Return `num` pairs of tokens and targets."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randint(vocab, (size, length), generator=generator), torch.randint(vocab, (size, length), generator=generator))
-        for _ in range(num)
-    ]
+    pairs = torch.randint(vocab, (num, 2, size, length), generator=generator)
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def token_loss(num_micro_batches=4, **options):
+    """Return forward_loss for models that take (tokens, targets)."""
+    batches = token_batches(num_micro_batches, **options)
+    return lambda model, k: model(*batches[k])
+
+
+def vector_loss(num_micro_batches=4, width=16, size=3, seed=5):
+    """Return forward_loss for models that take and return vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    xs = torch.randn(num_micro_batches, size, width, generator=generator)
+    ys = torch.randn(num_micro_batches, size, width, generator=generator)
+    return lambda model, k: nn.functional.mse_loss(model(xs[k]), ys[k])
