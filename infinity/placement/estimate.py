@@ -147,7 +147,9 @@ def _is_long(unit: UnitSize) -> bool:
 
 def _sum_bytes(request: PlanRequest, unit: UnitSize) -> int:
     is_fp32 = not request.keeps_sums and (request.num_micro_batches > 1 or unit.visits > 1)
-    element_bytes = FP32_BYTES * unit.visits if is_fp32 else request.grad_element_bytes
+    element_bytes = request.grad_element_bytes  # of the micro-batch that is being added
+    if is_fp32:
+        element_bytes += FP32_BYTES * unit.visits
     return round_up(unit.num_gradient_elements * element_bytes, PAGE_BYTES)
 
 
@@ -167,11 +169,11 @@ def _weight_traffic(request: PlanRequest, drafts: Sequence[Draft]) -> TrafficLin
     num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
     formula = sum(2 * num_passes * unit.visits * unit.weight_bytes for unit in absent)
     # Where the order turns, the units in the slots are needed again first: the last ones when forward turns into backward,
-    # the first ones when backward turns into the next micro-batch's forward.
+    # the first ones when backward turns into the next forward, of this step or the next.
     num_slots, _ = weight_slots(request, drafts)
     slotted = [draft for draft in drafts if draft.params is not request.compute_tier]
     last, first = slotted[len(slotted) - num_slots :], slotted[:num_slots]
-    hits = num_passes * _nvme_weight_bytes(last) + (num_passes - 1) * _nvme_weight_bytes(first)
+    hits = num_passes * (_nvme_weight_bytes(last) + _nvme_weight_bytes(first))
     written = sum(unit.weight_bytes for unit in absent if unit.num_state_elements)
     return TrafficLine("weights", formula - hits, written, formula)
 

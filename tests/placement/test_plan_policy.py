@@ -37,11 +37,11 @@ def test_forced_nvme_ignores_spare_memory() -> None:
 
 
 def test_forced_nvme_moves_the_bytes_of_the_formula() -> None:
-    """V_r is state plus two reads of the weights, V_w state plus weights; the turn saves the reads of the slots' units."""
+    """V_r is state plus two reads of the weights, V_w state plus weights; the two turns save the slots' units."""
     plan = make_plan(request_400m(8 * GIB, ALL_ON_NVME))
     units = decoder_400m()
     state, weights = sum(u.state_bytes for u in units), sum(u.weight_bytes for u in units[:-1])
-    in_slots = sum(u.weight_bytes for u in units[:-1][-2:])
+    in_slots = sum(u.weight_bytes for u in (*units[:2], *units[:-1][-2:]))
     assert plan.nvme_formula_read_bytes == state + 2 * weights
     assert plan.nvme_read_bytes == state + 2 * weights - in_slots
     assert plan.nvme_write_bytes == state + weights
@@ -54,7 +54,7 @@ def test_horizontal_order_reads_weights_for_every_micro_batch_and_keeps_sums() -
     units = decoder_400m()
     weights, elements = sum(u.weight_bytes for u in units[:-1]), [u.num_state_elements for u in units]
     traffic = {line.what: line for line in plan.traffic}
-    turns = 3 * sum(u.weight_bytes for u in units[24:26]) + 2 * sum(u.weight_bytes for u in units[:2])
+    turns = 3 * sum(u.weight_bytes for u in (*units[:2], *units[24:26]))
     assert traffic["weights"].formula_read_bytes == 6 * weights
     assert traffic["weights"].read_bytes == 6 * weights - turns
     sums = sum(round_up(4 * count, PAGE_BYTES) for count in elements)
