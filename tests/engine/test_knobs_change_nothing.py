@@ -11,8 +11,10 @@ import torch
 from kit import BULK, DROPOUT_GPT, TINY_GPT, Kit, Run, require_same, settings, train
 
 import infinity.engine.build as build
+from infinity.aio.select import probe
 from infinity.config import Config
 from infinity.engine.cut import cut
+from infinity.engine.planned import ActivationSizes
 from infinity.errors import DoesNotFit
 from infinity.optim.kernel import kernel_names, open_kernel
 from infinity.placement import Placement, Plan
@@ -57,7 +59,7 @@ def test_knob_changes_nothing(kit: Kit, knob: str, nvme: Path) -> None:
 
 def test_uring_changes_nothing(nvme: Path) -> None:
     """The io_uring engine, where this kernel lets us have it, gives the bits of the run in RAM."""
-    if build.probe(nvme).engine != "uring":
+    if probe(nvme).engine != "uring":
         pytest.skip("io_uring is not to be had here")
     require_same(
         train(DROPOUT_GPT, settings(nvme, num_micro_batches=4, engine="uring", **NVME)), reference(DROPOUT_GPT, nvme)
