@@ -208,7 +208,7 @@ class Engine:
         self._require_usable()
         args, kwargs = _on_device((args, kwargs), parts.device)
         if not (parts.module.training and torch.is_grad_enabled()):
-            with self._failing_on_io():
+            with self._failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
                 return parts.module(*args, **kwargs)
         index = self._num_forwards
         micro_batch = MicroBatch(index, index)
