@@ -79,6 +79,7 @@ def initialize(
     run_name: str = "run",
     num_steps: int | None = None,
     adopt: Path | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> Initialized:
     """Take over a module for training and return its engine.
 
@@ -88,6 +89,7 @@ def initialize(
     inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose weights stay, where
     they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
+    `on_plan` is called with the plan before anything is reserved.
 
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
     """
@@ -96,17 +98,20 @@ def initialize(
     base_bytes = measure_base()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     pieces = cut(model, resolved)
+    plan = plan_for(
+        pieces,
+        resolved,
+        placement or Placement.from_config(resolved),
+        device,
+        ActivationSizes(activation_bytes, kept_bytes),
+    )
+    if on_plan is not None:
+        on_plan(plan)
     request = EngineRequest(
         model=model,
         config=resolved,
         pieces=pieces,
-        plan=plan_for(
-            pieces,
-            resolved,
-            placement or Placement.from_config(resolved),
-            device,
-            ActivationSizes(activation_bytes, kept_bytes),
-        ),
+        plan=plan,
         device=device,
         init=init,
         run_name=run_name,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 
 from infinity.byte_sizes import MIB, format_bytes
 from infinity.engine import Engine, initialize
-from infinity.engine.cut import cut
-from infinity.engine.planned import ActivationSizes, plan_for
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
-from infinity.placement import Placement
+from infinity.placement import Plan
 from infinity.train.preflight import Checked
 from infinity.train.reporter import Reporter, Row
 
 # What the C library's allocator keeps above the tensors that are alive.
 _ALLOCATOR_SHARE = 1.25
 _ALLOCATOR_BYTES = 24 * MIB
+# Weights, master and moments: 2 + 2 + 4 + 4 in bf16, 4 + 4 + 4 in fp32.
+_CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
@@ -36,8 +38,6 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         dtype_bytes=dtype.itemsize,
     )
     activations = int(estimate * _ALLOCATOR_SHARE) + _ALLOCATOR_BYTES
-    placement = Placement.from_config(config)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     block_bytes = block_kept_bytes(
         checked.gpt,
         micro_batch_size=checked.batch.micro_batch_size,
@@ -48,20 +48,39 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
     def kept_bytes(unit: str) -> int:
         return block_bytes if unit.startswith("blocks.") else 0
 
-    plan = plan_for(cut(model, config), config, placement, device, ActivationSizes(activations, kept_bytes))
-    reporter.plan((*_rows(checked), *(Row(name, value) for name, value in plan.lines())))
-    reporter.phase("Initialising")
+    def on_plan(plan: Plan) -> None:
+        reporter.plan((*_rows(checked), *(Row(name, value) for name, value in plan.lines())))
+        _say_what_checkpoints_take(checked, plan, reporter)
+        reporter.phase("Initialising")
+
     return initialize(
         model=model,
         config=config,
-        placement=placement,
         init=parameter_initializer(checked.gpt, config.seed),
         activation_bytes=activations,
         kept_bytes=kept_bytes,
         run_name=options.model,
         num_steps=options.steps,
         adopt=checked.resume_from,
+        on_plan=on_plan,
     ).engine
+
+
+def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter) -> None:
+    """A note where the disk has no room for the swap files, the copies that are kept, and one more while it is written."""
+    options = checked.options
+    copy_bytes = parameter_count(checked.gpt) * _CHECKPOINT_BYTES_PER_PARAMETER
+    num_copies = options.keep + 1 if options.checkpoint_every else 1
+    output = checked.output.directory
+    needed = num_copies * copy_bytes
+    if any(facts.path.stat().st_dev == output.stat().st_dev for facts in checked.directories):
+        needed += plan.disk_bytes
+    free = shutil.disk_usage(output).free
+    if needed > free:
+        reporter.note(
+            f"Checkpoints: {num_copies} of {format_bytes(copy_bytes)} and the swap files need {format_bytes(needed)}, "
+            f"{output} has {format_bytes(free)} free: where a copy does not fit, the swap files are committed in place."
+        )
 
 
 def _rows(checked: Checked) -> tuple[Row, ...]:
