@@ -18,10 +18,8 @@ class Draft:
     unit: UnitSize
     params: Tier | None
     grads: Tier | None
-    gpu_tiles: tuple[int, ...]
     cpu_tiles: tuple[int, ...]
-    has_free_tiles: bool  # the tiles outside both are undecided, not asked to be on NVMe
-    gpu_state_bytes: int
+    has_free_tiles: bool  # the other tiles are undecided, not asked to be on NVMe
     cpu_state_bytes: int
     nvme_state_bytes: int
     largest_tile_bytes: int
@@ -29,41 +27,40 @@ class Draft:
 
     @property
     def has_nvme_tiles(self) -> bool:
-        return len(self.gpu_tiles) + len(self.cpu_tiles) < self.unit.num_tiles
+        return len(self.cpu_tiles) < self.unit.num_tiles
 
-    def with_tiles(self, gpu_tiles: tuple[int, ...], cpu_tiles: tuple[int, ...]) -> Draft:
+    def with_tiles(self, cpu_tiles: tuple[int, ...]) -> Draft:
         """Return the draft with these tiles resident."""
-        sizes = self.unit.tile_bytes
-        gpu_bytes, cpu_bytes = sum(sizes[tile] for tile in gpu_tiles), sum(sizes[tile] for tile in cpu_tiles)
+        num_bytes = sum(self.unit.tile_bytes[tile] for tile in cpu_tiles)
         return replace(
             self,
-            gpu_tiles=tuple(sorted(gpu_tiles)),
             cpu_tiles=tuple(sorted(cpu_tiles)),
-            gpu_state_bytes=gpu_bytes,
-            cpu_state_bytes=cpu_bytes,
-            nvme_state_bytes=self.unit.state_bytes - gpu_bytes - cpu_bytes,
+            cpu_state_bytes=num_bytes,
+            nvme_state_bytes=self.unit.state_bytes - num_bytes,
         )
 
 
 def draft_unit(unit: UnitSize, asked: UnitPlacement, request: PlanRequest) -> Draft:
-    """Return what the placement decides; "gpu" means CPU memory on a machine without a GPU."""
+    """Return what the placement decides.
+
+    "gpu" means CPU memory on a machine without a GPU, and for gradients and optimizer state on every machine: the CPU
+    updates them.
+    """
     compute = request.compute_tier
     draft = Draft(
         unit=unit,
         params=compute if unit.is_root else _tier(asked.params, compute),
-        grads=_tier(asked.grads, compute),
-        gpu_tiles=(),
+        grads=_tier(asked.grads, Tier.CPU),
         cpu_tiles=(),
         has_free_tiles=asked.optim == AUTO,
-        gpu_state_bytes=0,
         cpu_state_bytes=0,
         nvme_state_bytes=unit.state_bytes,
         largest_tile_bytes=max(unit.tile_bytes, default=0),
         waiting_bytes=round_up(unit.num_state_elements * request.waiting_element_bytes(unit), PAGE_BYTES),
     )
     if not draft.waiting_bytes:  # nothing to train, nothing waits
-        draft = replace(draft, grads=compute)
-    return draft if asked.optim == AUTO else _with_shares(draft, asked.optim, compute)
+        draft = replace(draft, grads=Tier.CPU)
+    return draft if asked.optim == AUTO else _with_shares(draft, asked.optim)
 
 
 def spread_order(num_tiles: int) -> tuple[int, ...]:
@@ -75,17 +72,13 @@ def spread_order(num_tiles: int) -> tuple[int, ...]:
     return tuple(sorted(range(num_tiles), key=lambda tile: int(f"{tile:0{num_bits}b}"[::-1], 2)))
 
 
-def _tier(asked: TierChoice, compute: Tier) -> Tier | None:
+def _tier(asked: TierChoice, nearest: Tier) -> Tier | None:
     if not isinstance(asked, Tier):
         return None
-    return compute if asked is Tier.GPU else asked
+    return nearest if asked is Tier.GPU else asked
 
 
-def _with_shares(draft: Draft, shares: Shares, compute: Tier) -> Draft:
-    num_tiles, order = draft.unit.num_tiles, spread_order(draft.unit.num_tiles)
-    asked = dict(shares)
-    num_gpu = round(asked.get(Tier.GPU, 0.0) * num_tiles)
+def _with_shares(draft: Draft, shares: Shares) -> Draft:
+    num_tiles, asked = draft.unit.num_tiles, dict(shares)
     num_resident = round((asked.get(Tier.GPU, 0.0) + asked.get(Tier.CPU, 0.0)) * num_tiles)
-    if compute is Tier.CPU:
-        return draft.with_tiles((), order[:num_resident])
-    return draft.with_tiles(order[:num_gpu], order[num_gpu:num_resident])
+    return draft.with_tiles(spread_order(num_tiles)[:num_resident])

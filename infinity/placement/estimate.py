@@ -16,11 +16,8 @@ def memory_lines(request: PlanRequest, drafts: Sequence[Draft], *, num_tile_slot
     """Return the peak of every owner that holds anything; peaks of owners may coincide, so a tier's peak is their sum."""
     compute = request.compute_tier
     lines = [*_weight_lines(request, drafts), *_gradient_lines(request, drafts, num_tile_slots)]
-    for tier, num_bytes in (
-        (Tier.GPU, sum(d.gpu_state_bytes for d in drafts)),
-        (Tier.CPU, sum(d.cpu_state_bytes for d in drafts)),
-    ):
-        lines.append(MemoryLine(tier, Owner.OPTIMIZER, num_bytes, "resident tiles of master weights and moments"))
+    state_bytes = sum(draft.cpu_state_bytes for draft in drafts)
+    lines.append(MemoryLine(Tier.CPU, Owner.OPTIMIZER, state_bytes, "resident tiles of master weights and moments"))
     if any(draft.has_nvme_tiles for draft in drafts):
         slot_bytes = tile_slot_bytes(drafts)
         counts = f"{num_tile_slots} buffers of {format_bytes(slot_bytes)} that tiles stream through"
@@ -43,19 +40,21 @@ def weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, in
 
 def host_weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
     """Return number and bytes of the staging buffers in RAM for weights on their way between NVMe, Adam and a GPU."""
-    if request.compute_tier is Tier.CPU:
+    sizes = [draft.unit.weight_bytes for draft in drafts if draft.params in (None, Tier.NVME)]
+    if request.compute_tier is Tier.CPU or not sizes:
         return 0, 0
-    sizes = [
-        draft.unit.weight_bytes
-        for draft in drafts
-        if draft.params in (None, Tier.NVME) or (draft.params is Tier.GPU and draft.cpu_state_bytes + draft.nvme_state_bytes)
-    ]
-    return min(len(sizes), request.num_weight_slots), max(sizes, default=0)
+    return weight_slots(request, drafts)[0], max(sizes)
 
 
 def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
     """Return the bytes of the one buffer through which gradients on NVMe are written; 0 where none is there."""
     return max((draft.waiting_bytes for draft in drafts if draft.grads in (None, Tier.NVME)), default=0)
+
+
+def device_gradient_bytes(request: PlanRequest) -> int:
+    """Return the bytes of the one buffer on a GPU that finished gradients leave it from."""
+    largest = max(unit.num_state_elements for unit in request.units)
+    return round_up(largest * request.grad_element_bytes, PAGE_BYTES)
 
 
 def tile_gradient_bytes(request: PlanRequest) -> int:
@@ -94,10 +93,11 @@ def disk_lines(drafts: Sequence[Draft]) -> tuple[DiskLine, ...]:
 
 def _weight_lines(request: PlanRequest, drafts: Sequence[Draft]) -> list[MemoryLine]:
     lines = [
-        MemoryLine(tier, Owner.WEIGHTS, sum(d.unit.weight_bytes for d in drafts if d.params is tier), counts)
-        for tier, counts in (
-            (Tier.GPU, "compute weights that stay on the GPU"),
-            (Tier.CPU, "compute weights that stay in RAM"),
+        MemoryLine(tier, Owner.WEIGHTS, sum(d.unit.weight_bytes for d in drafts if d.params in tiers), counts)
+        for tier, tiers, counts in (
+            (Tier.GPU, (Tier.GPU,), "compute weights that stay on the GPU"),
+            # Also of those on the GPU: they are the half of the master that the CPU's Adam updates.
+            (Tier.CPU, (Tier.GPU, Tier.CPU), "weights that stay in RAM"),
         )
     ]
     for tier, (number, slot_bytes) in (
@@ -111,15 +111,11 @@ def _weight_lines(request: PlanRequest, drafts: Sequence[Draft]) -> list[MemoryL
 
 def _gradient_lines(request: PlanRequest, drafts: Sequence[Draft], num_tile_slots: int) -> list[MemoryLine]:
     what = "fp32 sums between micro-batches" if request.keeps_sums else "finished gradients"
-    lines = [
-        MemoryLine(
-            tier,
-            Owner.GRADIENTS,
-            sum(d.waiting_bytes for d in drafts if d.grads is tier),
-            f"{what} that wait for the update",
-        )
-        for tier in (Tier.GPU, Tier.CPU)
-    ]
+    waiting_bytes = sum(d.waiting_bytes for d in drafts if d.grads is Tier.CPU)
+    lines = [MemoryLine(Tier.CPU, Owner.GRADIENTS, waiting_bytes, f"{what} that wait for the update")]
+    if request.compute_tier is Tier.GPU:
+        counts = "one unit's gradient on its way to RAM"
+        lines.append(MemoryLine(Tier.GPU, Owner.GRADIENT_SLOTS, device_gradient_bytes(request), counts))
     if slot_bytes := gradient_slot_bytes(drafts):
         pages = num_tile_slots * tile_gradient_bytes(request)
         counts = f"one unit's gradient on its way to NVMe, and {num_tile_slots} tiles' gradients on their way back"

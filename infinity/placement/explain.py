@@ -11,7 +11,7 @@ from infinity.placement.estimate import disk_lines, memory_lines
 from infinity.placement.placement import Placement
 from infinity.placement.plan import MemoryLine
 from infinity.placement.request import PlanRequest, Schedule
-from infinity.placement.search import Candidate, candidates, decided, fill_gpu, smallest_gpu_bytes
+from infinity.placement.search import Candidate, candidates, decided, fits_gpu, smallest_gpu_bytes
 from infinity.states import Tier
 
 _MAX_WAYS_OUT = 3
@@ -54,17 +54,17 @@ def budget_text(num_bytes: int) -> str:
 
 
 def _smallest(request: PlanRequest) -> Candidate | None:
-    filled = fill_gpu(request, decided(request))
-    if filled is None:
+    drafts = decided(request)
+    if not fits_gpu(request, drafts):
         return None
-    return min(candidates(request, filled, None), key=lambda candidate: candidate.cpu_bytes, default=None)
+    return min(candidates(request, drafts, None), key=lambda candidate: candidate.cpu_bytes, default=None)
 
 
 def _disk_does_not_fit(request: PlanRequest) -> DoesNotFit:
     """Everything that may stay in RAM does, and still the rest is too large for the disk."""
     least = [
         replace(
-            draft.with_tiles((), tuple(range(draft.unit.num_tiles))) if draft.has_free_tiles else draft,
+            draft.with_tiles(tuple(range(draft.unit.num_tiles))) if draft.has_free_tiles else draft,
             params=draft.params or Tier.CPU,
             grads=draft.grads or Tier.CPU,
         )

@@ -58,19 +58,18 @@ class UnitPlan:
 
     name: str
     params: Tier
-    grads: Tier  # where its gradient, or its fp32 sums in horizontal order, waits for the update
+    grads: Tier  # where its gradient, or its fp32 sums in horizontal order, waits for the update; never the GPU
     num_tiles: int
-    gpu_tiles: tuple[int, ...]  # tiles of optimizer state that stay on the GPU, ascending
-    cpu_tiles: tuple[int, ...]  # that stay in RAM, ascending
+    cpu_tiles: tuple[int, ...]  # tiles of optimizer state that stay in RAM, ascending
     reruns: bool  # forward is rerun in backward
 
     @property
     def resident_tiles(self) -> frozenset[int]:
-        return frozenset(self.gpu_tiles) | frozenset(self.cpu_tiles)
+        return frozenset(self.cpu_tiles)
 
     @property
     def num_nvme_tiles(self) -> int:
-        return self.num_tiles - len(self.gpu_tiles) - len(self.cpu_tiles)
+        return self.num_tiles - len(self.cpu_tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Plan:
     stage: int
     num_weight_slots: int  # buffers for gathered units on the compute tier; 0 where all weights are resident there
     weight_slot_bytes: int
-    num_host_weight_slots: int  # staging in RAM, where there is a GPU
+    num_host_weight_slots: int  # staging in RAM, where there is a GPU and weights are on NVMe
     host_weight_slot_bytes: int
     num_tile_slots: int  # 0 where no tile is on NVMe
     tile_slot_bytes: int

@@ -19,7 +19,7 @@ from infinity.placement.estimate import (
 from infinity.placement.explain import cpu_does_not_fit, gpu_does_not_fit
 from infinity.placement.plan import Plan, UnitPlan
 from infinity.placement.request import PlanRequest
-from infinity.placement.search import Candidate, candidates, decided, fill_gpu, free_tiles
+from infinity.placement.search import Candidate, candidates, decided, fits_gpu, free_tiles
 from infinity.states import Tier
 
 
@@ -28,10 +28,9 @@ def make_plan(request: PlanRequest) -> Plan:
     DoesNotFit, with what is needed, what there is and what would do, where no plan keeps to the budgets."""
     drafts = decided(request)
     _check(request, drafts)
-    filled = fill_gpu(request, drafts)
-    if filled is None:
+    if not fits_gpu(request, drafts):
         raise gpu_does_not_fit(request)
-    fitting = list(candidates(request, filled, request.cpu_memory_bytes))
+    fitting = list(candidates(request, drafts, request.cpu_memory_bytes))
     if not fitting:
         raise cpu_does_not_fit(request)
     best = min(fitting, key=lambda candidate: (candidate.traffic_bytes, -candidate.num_tile_slots, candidate.cpu_bytes))
@@ -64,7 +63,7 @@ def _assigned(best: Candidate) -> tuple[Draft, ...]:
         resident.setdefault(number, []).append(tile)
     return tuple(
         replace(
-            draft.with_tiles(draft.gpu_tiles, tuple(resident[number])) if number in resident else draft,
+            draft.with_tiles(tuple(resident[number])) if number in resident else draft,
             params=draft.params or Tier.NVME,
             grads=draft.grads or Tier.NVME,
             has_free_tiles=False,
@@ -108,7 +107,6 @@ def _unit_plan(request: PlanRequest, draft: Draft) -> UnitPlan:
         params=params,
         grads=grads,
         num_tiles=draft.unit.num_tiles,
-        gpu_tiles=draft.gpu_tiles,
         cpu_tiles=draft.cpu_tiles,
         reruns=not draft.unit.is_root and (request.recompute or params is not request.compute_tier),
     )

@@ -7,7 +7,8 @@ smallest peak of any member. A member says how many steps of each of two orders 
   write and a rerun; the last units are found in their slots at the turn anyway, so they come last);
 - tiles: undecided tiles of optimizer state into RAM, spread evenly over the units.
 
-Fewer tile slots than wanted are used only where nothing else is moved. On a GPU, what fits there is decided before.
+Fewer tile slots than wanted are used only where nothing else is moved. Where there is a GPU, weights that came into RAM go
+on to it as far as they fit: they keep their place in RAM, so that costs none.
 """
 
 from __future__ import annotations
@@ -41,27 +42,22 @@ def decided(request: PlanRequest) -> tuple[Draft, ...]:
     return tuple(draft_unit(unit, choice, request) for unit, choice in zip(request.units, asked, strict=True))
 
 
-def fill_gpu(request: PlanRequest, drafts: tuple[Draft, ...]) -> tuple[Draft, ...] | None:
-    """Return the drafts with as many undecided weights, then states, on the GPU as fit there; None where nothing does."""
-    if request.gpu_memory_bytes is None:
-        return drafts
-    best = None
-    for state in _gpu_states(drafts):
-        if _gpu_bytes(request, state) <= request.gpu_memory_bytes:
-            best = state
-    return best
+def fits_gpu(request: PlanRequest, drafts: tuple[Draft, ...]) -> bool:
+    """Return whether the GPU, where there is one, has room with only the weights there that must be."""
+    return request.gpu_memory_bytes is None or _gpu_bytes(request, drafts) <= request.gpu_memory_bytes
 
 
 def smallest_gpu_bytes(request: PlanRequest) -> int:
-    """Return the smallest GPU peak of any plan."""
-    return min(_gpu_bytes(request, state) for state in _gpu_states(decided(request)))
+    """Return the GPU peak with only the weights there that must be."""
+    return _gpu_bytes(request, decided(request))
 
 
 def candidates(request: PlanRequest, drafts: tuple[Draft, ...], budget_bytes: int | None) -> Iterator[Candidate]:
     """Yield the members that can be the best within the budget; without a budget, those that can have the smallest peak."""
     sizes = [drafts[number].unit.tile_bytes[tile] for number, tile in free_tiles(drafts)]
     totals = [0, *accumulate(sizes)]
-    for num_moves, moved in enumerate(_moved(drafts)):
+    for num_moves, in_ram in enumerate(_moved(drafts)):
+        moved = _on_gpu(request, drafts, in_ram)
         fewest_slots = request.max_tile_slots if num_moves else request.min_tile_slots
         for num_tile_slots in range(fewest_slots, request.max_tile_slots + 1):
             for candidate in _with_tiles(request, moved, totals, num_tile_slots, budget_bytes):
@@ -122,19 +118,22 @@ def _moved(drafts: tuple[Draft, ...]) -> Iterator[tuple[Draft, ...]]:
             yield tuple(current)
 
 
-def _gpu_states(drafts: tuple[Draft, ...]) -> Iterator[tuple[Draft, ...]]:
-    """Yield the drafts after 0, 1, 2 ... moves to the GPU: weights first, then state and gradient of a unit at once."""
-    current = list(drafts)
-    yield tuple(current)
-    for number, draft in enumerate(current):
-        if draft.params is None:
-            current[number] = replace(draft, params=Tier.GPU)
-            yield tuple(current)
-    for number, draft in enumerate(current):
-        if draft.has_free_tiles and draft.params is Tier.GPU:
-            whole = draft.with_tiles(tuple(range(draft.unit.num_tiles)), ())
-            current[number] = replace(whole, has_free_tiles=False, grads=draft.grads or Tier.GPU)
-            yield tuple(current)
+def _on_gpu(request: PlanRequest, drafts: tuple[Draft, ...], in_ram: tuple[Draft, ...]) -> tuple[Draft, ...]:
+    """Return `in_ram` with as many of the weights that `drafts` left undecided on the GPU as fit there, in forward order."""
+    budget_bytes = request.gpu_memory_bytes
+    if budget_bytes is None:
+        return in_ram
+    free = [n for n, draft in enumerate(drafts) if draft.params is None and in_ram[n].params is Tier.CPU]
+
+    def state(num_units: int) -> tuple[Draft, ...]:
+        chosen = frozenset(free[:num_units])
+        return tuple(replace(draft, params=Tier.GPU) if n in chosen else draft for n, draft in enumerate(in_ram))
+
+    whole = state(len(free))
+    if _gpu_bytes(request, whole) <= budget_bytes:  # the last one may make the slots unnecessary
+        return whole
+    counts = range(len(free) + 1)
+    return state(max(0, bisect_right(counts, budget_bytes, key=lambda count: _gpu_bytes(request, state(count))) - 1))
 
 
 def _gpu_bytes(request: PlanRequest, drafts: tuple[Draft, ...]) -> int:

@@ -108,27 +108,42 @@ def test_memory_falls_from_gpu_to_ram() -> None:
     assert plans[1].memory_bytes(Tier.CPU) > plans[2].memory_bytes(Tier.CPU)
 
 
-def test_a_large_gpu_holds_everything_and_a_small_one_spills_to_ram() -> None:
-    """Auto fills the GPU first, then RAM, then NVMe."""
+def test_a_large_gpu_holds_all_weights_and_a_small_one_leaves_some_in_ram() -> None:
+    """Weights that are in RAM go on to the GPU as far as it reaches; they keep their place in RAM, as does all else."""
     whole = make_plan(request_400m(8 * GIB, gpu_memory_bytes=16 * GIB))
     assert {unit.params for unit in whole.units} == {Tier.GPU}
-    assert {unit.num_tiles - len(unit.gpu_tiles) for unit in whole.units} == {0}
-    assert whole.memory_bytes(Tier.CPU) == 0
+    assert {unit.num_nvme_tiles for unit in whole.units} == {0}
+    weight_bytes = sum(unit.weight_bytes for unit in decoder_400m())
+    assert [line.num_bytes for line in whole.memory if line.owner is Owner.WEIGHTS] == [weight_bytes, weight_bytes]
+    assert whole.num_weight_slots == whole.num_host_weight_slots == 0
     split = make_plan(request_400m(2 * GIB, gpu_memory_bytes=2 * GIB))
     assert split.uses_nvme
     assert {unit.params for unit in split.units} == {Tier.GPU}
-    assert any(unit.gpu_tiles for unit in split.units)
     assert any(unit.cpu_tiles for unit in split.units)
-    slots = make_plan(request_400m(8 * GIB, gpu_memory_bytes=400 * MIB))
+    slots = make_plan(request_400m(8 * GIB, gpu_memory_bytes=500 * MIB))
     assert {unit.params for unit in slots.units} == {Tier.GPU, Tier.CPU}
-    assert slots.num_weight_slots == 2
+    assert (slots.num_weight_slots, slots.num_host_weight_slots) == (2, 0)
+    disk = make_plan(request_400m(GIB, ALL_ON_NVME, gpu_memory_bytes=16 * GIB))
+    assert (disk.num_weight_slots, disk.num_host_weight_slots) == (2, 2)
+
+
+def test_gradients_and_optimizer_state_stay_off_the_gpu() -> None:
+    """The CPU updates them, so that a request for the GPU means RAM; one gradient buffer on the GPU lets them leave it."""
+    everything = Placement().override("*", optim="gpu", params="gpu", grads="gpu")
+    plan = make_plan(request_400m(8 * GIB, everything, gpu_memory_bytes=16 * GIB))
+    assert {unit.grads for unit in plan.units} == {Tier.CPU}
+    assert {unit.num_nvme_tiles for unit in plan.units} == {0}
+    on_gpu = {line.owner: line.num_bytes for line in plan.memory if line.tier is Tier.GPU}
+    assert Owner.OPTIMIZER not in on_gpu
+    assert Owner.GRADIENTS not in on_gpu
+    assert on_gpu[Owner.GRADIENT_SLOTS] == round_up(2 * max(u.num_state_elements for u in decoder_400m()), PAGE_BYTES)
 
 
 def test_gpu_means_memory_on_a_machine_without_one() -> None:
     """A request for the GPU is recorded as CPU memory where the CPU plays the compute tier."""
     plan = make_plan(request_400m(8 * GIB, Placement().override("*", optim="gpu", params="gpu", grads="gpu")))
     assert {unit.params for unit in plan.units} | {unit.grads for unit in plan.units} == {Tier.CPU}
-    assert not any(unit.gpu_tiles for unit in plan.units)
+    assert all(unit.resident_tiles == set(range(unit.num_tiles)) for unit in plan.units)
 
 
 def test_shares_are_kept_tile_by_tile_and_spread() -> None:
