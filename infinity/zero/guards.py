@@ -19,6 +19,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from infinity.errors import InputChangedError, ModelError, SideChannelError
+from infinity.zero.attributes import holds
+from infinity.zero.micro_batch import MicroBatch
 from infinity.zero.structure import Structure, take_apart
 from infinity.zero.units import Unit
 
@@ -124,6 +126,18 @@ def unchanged(unit: Unit, inputs: Sequence[torch.Tensor], weights: Sequence[torc
             )
 
 
+def require_own_graph(roots: Iterable[torch.Tensor], micro_batch: MicroBatch) -> None:
+    """Raise SideChannelError when what a micro-batch computed depends on what another one did in the same step."""
+    for node in graph_nodes(roots):
+        owner = getattr(node, "micro_batch", None) or getattr(variable_of(node), "micro_batch", None)
+        if isinstance(owner, MicroBatch) and owner is not micro_batch:
+            raise SideChannelError(
+                f"The loss of micro-batch {micro_batch.index} depends on a tensor of micro-batch {owner.index}, "
+                "which was kept in a list, cache or global between units.",
+                remedy='Pass such tensors as arguments and results, or train with "infinity": {"schedule": "horizontal"}.',
+            )
+
+
 def require_some_gradient(found: bool) -> None:
     """Raise ModelError when no micro-batch's loss depends on anything that is trained."""
     if not found:
@@ -144,26 +158,13 @@ def _is(one: object, other: object) -> bool:
 def _holder(unit: Unit, arguments: Structure) -> str | None:
     for name, module in unit.module.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_modules") and _holds_graph(value, depth=3):
+            if attribute not in ("_parameters", "_modules") and holds(value, _has_graph):
                 return f"attribute {'.'.join(part for part in (unit.name, name, attribute) if part)!r}"
     for argument in arguments.leaves:
-        if _holds_graph(argument, depth=4):
+        if holds(argument, _has_graph):
             return f"an argument of type {type(argument).__name__}"
     return None
 
 
-def _holds_graph(value: object, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    if depth == 0:
-        return False
-    return any(_holds_graph(part, depth - 1) for part in _parts(value))
-
-
-def _parts(value: object) -> Iterator[object]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set)):
-        yield from value
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        yield from vars(value).values()
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from infinity.errors import ModelError
 from infinity.zero.ambient import Autocast, autocasts
+from infinity.zero.attributes import OwnAttributes
 from infinity.zero.binding import Binding, installed, make_leaves
 from infinity.zero.buffers import BufferValue, buffer_values, changed, put_back
 from infinity.zero.gradients import GradientSums
@@ -88,6 +89,8 @@ class _RerunCall:
     position: int
     arguments: Structure
     autocasts: tuple[Autocast, ...]
+    own_attributes: OwnAttributes
+    attributes: tuple[object, ...]
     earlier_buffers: tuple[BufferValue, ...] = ()
     outputs: tuple[_OutputFacts, ...] = ()
     result: Structure | None = None  # until the caller has it
@@ -103,16 +106,17 @@ class _RerunCall:
 
 
 def rerun_call(
-    runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: torch.Tensor
-) -> Any:
+    runtime: UnitRuntime, micro_batch: MicroBatch, arguments: Structure, tensors: Sequence[torch.Tensor],
+    anchor: torch.Tensor, own_attributes: OwnAttributes,
+) -> Any:  # fmt: skip
     """Call a unit as one autograd node. `anchor` requires grad where the unit has weights to train.
 
     So a unit without differentiable inputs, an embedding, has a backward.
     """
-    arguments, tensors = take_apart((args, kwargs))
     call = _RerunCall(
-        runtime, micro_batch, micro_batch.visits[-1], micro_batch.position, arguments, autocasts(runtime.device_types)
-    )
+        runtime, micro_batch, micro_batch.visits[-1], micro_batch.position, arguments, autocasts(runtime.device_types),
+        own_attributes, own_attributes.values(),
+    )  # fmt: skip
     outputs = _UnitNode.apply(anchor, call, *tensors)  # type: ignore[no-untyped-call]
     runtime.sums.expect(runtime.unit.groups)
     result, call.result = call.result, None
@@ -125,7 +129,7 @@ class _UnitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, call: _RerunCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, differentiable = _first_run(call, tensors)
-        ctx.call = call
+        ctx.call, ctx.micro_batch = call, call.micro_batch
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for output, wanted in zip(outputs, differentiable, strict=True) if not wanted))
@@ -176,6 +180,7 @@ def _rerun_and_backward(
         torch.enable_grad(),
         runtime.gathered() as weights,
         put_back(call.earlier_buffers),
+        call.own_attributes.put_back(call.attributes),
         runtime.randomness.borrowed(),
     ):
         inputs = _as_leaves(tensors)
@@ -198,15 +203,11 @@ def _rerun_and_backward(
     return tuple(tensor.grad for tensor in inputs)
 
 
-def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run.
-
-    The unit gets aliases of its inputs: so the gradients of all its uses of an input are added up before they meet those
-    from outside, in the order in which a rerun adds them.
-    """
-    arguments, tensors = take_apart((args, kwargs))
-    aliases = aliased(tensors)
-    args, kwargs = filled = arguments.fill(aliases)
+def straight_call(
+    runtime: UnitRuntime, micro_batch: MicroBatch, arguments: Structure, tensors: Sequence[torch.Tensor]
+) -> Any:
+    """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run."""
+    args, kwargs = filled = arguments.fill(tensors)
     with runtime.gathered() as weights:
         leaves = make_leaves(runtime.bindings, weights, micro_batch.visits[-1], with_grad=True)
         track(leaves, runtime.sums, micro_batch)
@@ -217,17 +218,12 @@ def straight_call(runtime: UnitRuntime, micro_batch: MicroBatch, args: tuple[Any
             unchanged(runtime.unit, tensors, [leaf.tensor for leaf in leaves]),
         ):
             result = runtime.forward(*args, **kwargs)
-    require_same_containers(runtime.unit, arguments, aliases, filled)
+    require_same_containers(runtime.unit, arguments, tensors, filled)
     runtime.measure()
     if not micro_batch.straight:
         runtime.sums.expect(runtime.unit.groups)
-        _complete_with(tensors, lambda: runtime.sums.complete(runtime.unit.groups))
+        _complete_with(tensors, micro_batch, lambda: runtime.sums.complete(runtime.unit.groups))
     return result
-
-
-def aliased(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same memory, with a node of their own where they require a gradient."""
-    return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def plain_call(
@@ -250,6 +246,7 @@ def track(leaves: Sequence[TrackedLeaf], sums: GradientSums, micro_batch: MicroB
     """Send the gradient of each leaf to the sums as soon as autograd has it."""
     for leaf in leaves:
         if leaf.tensor.requires_grad:
+            leaf.tensor.micro_batch = micro_batch  # type: ignore[attr-defined]
             leaf.tensor.register_post_accumulate_grad_hook(_collector(leaf, sums))  # type: ignore[no-untyped-call]
             micro_batch.leaves.append(leaf)
 
@@ -269,7 +266,7 @@ def _as_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
-def _complete_with(tensors: Sequence[torch.Tensor], complete: Callable[[], None]) -> None:
+def _complete_with(tensors: Sequence[torch.Tensor], micro_batch: MicroBatch, complete: Callable[[], None]) -> None:
     """Call `complete` once, when autograd comes to the node that made the first of these inputs of a unit.
 
     Autograd executes nodes in descending order of creation, so every node inside the unit has run by then.
@@ -277,7 +274,7 @@ def _complete_with(tensors: Sequence[torch.Tensor], complete: Callable[[], None]
     pending = [complete]
 
     def once(_: Sequence[torch.Tensor]) -> None:
-        if pending:
+        if pending and not micro_batch.walking:  # forward itself may have asked for a gradient
             pending.pop()()
 
     for tensor in tensors:

@@ -22,8 +22,9 @@ from greenlet import getcurrent, greenlet
 
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.ambient import Ambient, Modes, ambient, modes
+from infinity.zero.attributes import snapshot
 from infinity.zero.buffers import buffer_values, changed, restore
-from infinity.zero.guards import require_some_gradient
+from infinity.zero.guards import require_own_graph, require_some_gradient
 from infinity.zero.micro_batch import MicroBatch, Visit
 from infinity.zero.order import UnitOrder
 from infinity.zero.tail import Root, scaled, separable_tail, straight_backward
@@ -40,6 +41,7 @@ class _Runner:
 
     micro_batch: MicroBatch
     thread: greenlet
+    attributes: tuple[object, ...]  # its own ones, while others run
     waiting_at: Visit | None = None
 
 
@@ -49,6 +51,7 @@ class _Step:
 
     runners: dict[int, _Runner]
     coefficients: Sequence[float]
+    attributes: tuple[object, ...]  # what modules hold at the end: what the last micro-batch left, or what was before
     losses: dict[int, torch.Tensor] = field(default_factory=dict)  # detached
     roots: list[Root] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # shards whose weights the tail uses
@@ -81,12 +84,14 @@ class VerticalSchedule:
 
         Raises ModelError where no loss requires a gradient, and its kinds for units that cannot be run exactly.
         """
+        if not self._order.known:
+            self._learn(forward_loss, micro_batches[0])
         self._scheduler = getcurrent()
         self._base, self._base_modes = ambient(self._device_types), modes(self._device)
-        step = _Step({m.index: self._runner(forward_loss, m) for m in reversed(micro_batches)}, coefficients)
+        attributes = self._walk.own_attributes.values()
+        runners = {m.index: self._runner(forward_loss, m, attributes) for m in reversed(micro_batches)}
+        step = _Step(runners, coefficients, attributes)
         try:
-            if not self._order.known:
-                self._learn(forward_loss, micro_batches[0])
             with self._walk.ordered_by(self):
                 self._forward(step)
             require_some_gradient(step.differentiable)
@@ -94,9 +99,6 @@ class VerticalSchedule:
             self._walk.sums.open()
             self._joint_backward(step)
             self._walk.sums.finish()
-        except BaseException:
-            self._walk.sums.discard()
-            raise
         finally:
             self._close(step)
         return [step.losses[m.index] for m in micro_batches]
@@ -118,7 +120,7 @@ class VerticalSchedule:
         own.restore()
         runner.waiting_at = None
 
-    def _runner(self, forward_loss: ForwardLoss, micro_batch: MicroBatch) -> _Runner:
+    def _runner(self, forward_loss: ForwardLoss, micro_batch: MicroBatch, attributes: tuple[object, ...]) -> _Runner:
         def body() -> torch.Tensor:
             self._walk.begin(micro_batch)
             try:
@@ -128,7 +130,7 @@ class VerticalSchedule:
 
         thread = greenlet(body)
         thread.gr_context = copy_context()
-        return _Runner(micro_batch, thread)
+        return _Runner(micro_batch, thread, attributes)
 
     def _forward(self, step: _Step) -> None:
         runners = list(step.runners.values())  # descending
@@ -146,11 +148,16 @@ class VerticalSchedule:
     def _resume(self, step: _Step, runner: _Runner) -> None:
         """Let a micro-batch run to its next unit, or to its end."""
         self._running = runner
+        self._walk.own_attributes.put(runner.attributes)
         if runner.thread:  # it has begun: the walk goes on with it
             self._walk.micro_batch = runner.micro_batch
         result = runner.thread.switch()
         self._running = None
+        runner.attributes = self._walk.own_attributes.values()
         if runner.thread.dead:
+            if runner.micro_batch.index == max(step.runners):
+                step.attributes = runner.attributes
+            runner.attributes = ()
             self._over(step, runner.micro_batch, result)
 
     def _over(self, step: _Step, micro_batch: MicroBatch, loss: torch.Tensor) -> None:
@@ -161,6 +168,7 @@ class VerticalSchedule:
         step.differentiable |= loss.requires_grad
         coefficient = step.coefficients[micro_batch.index]
         last = separable_tail(micro_batch, loss) if micro_batch.straight else None
+        require_own_graph([loss] if last is None else last.inputs, micro_batch)
         if last is not None:
             step.roots.extend(straight_backward(micro_batch, last, loss, coefficient, self._walk.sums))
             return
@@ -177,12 +185,12 @@ class VerticalSchedule:
         return self._order.tail is not None and runner.waiting_at == self._order.tail
 
     def _learn(self, forward_loss: ForwardLoss, first: MicroBatch) -> None:
-        """Run a micro-batch alone, remember its way, and forget all else: gradients, buffers that it changed, its graph.
+        """Run a micro-batch alone, remember its way, and forget all else: gradients, buffers, attributes, its graph.
 
         Were it kept, its backward would come after all the others', and every unit's sums would wait for it.
         """
         micro_batch = MicroBatch(first.index, first.global_index, learning=True)
-        before = buffer_values(self._walk.module)
+        before, attributes = buffer_values(self._walk.module), snapshot(self._walk.module)
         try:
             self._walk.begin(micro_batch)
             last = separable_tail(micro_batch, forward_loss(micro_batch))
@@ -190,6 +198,7 @@ class VerticalSchedule:
             self._walk.end()
             self._walk.sums.discard()
             restore(changed(before))
+            self._walk.own_attributes.learn(attributes, snapshot(self._walk.module))
         self._recorder.count("tails_not_separable", int(last is None))
         self._order.learn(micro_batch.visits, tail=last.visit if last is not None else None)
         self._weights.expect(self._order.vertical_sequence(self._walk.groups))
@@ -221,17 +230,19 @@ class VerticalSchedule:
             self._weights.release(step.held.pop())
 
     def _close(self, step: _Step) -> None:
-        """Whatever happened: no greenlet is left, no weights are held, the root group's parameters are in their places."""
+        """Whatever happened: no greenlet and no weights are held, and parameters and attributes are in their places."""
         with ExitStack() as closing:  # each part is done even if the one before raises
-            closing.callback(self._forget)
+            closing.callback(self._forget, step)
             closing.callback(self._release, step)
             for runner in step.runners.values():
                 if not runner.thread.dead:
                     closing.callback(runner.thread.throw)
 
-    def _forget(self) -> None:
+    def _forget(self, step: _Step) -> None:
         if self._base is not None:
             self._base.restore()
+        self._walk.own_attributes.put(step.attributes)
+        self._walk.sums.discard()  # nothing is left of a step that failed; after `finish` there is nothing anyway
         self._walk.end()
         self._running = None
         self._scheduler = None

@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import IllegalTransition, ModelError
+from infinity.zero.attributes import OwnAttributes
 from infinity.zero.binding import Binding, install, make_leaves
 from infinity.zero.gradients import GradientSums
 from infinity.zero.micro_batch import LastCall, MicroBatch
 from infinity.zero.randomness import Randomness
-from infinity.zero.structure import take_apart
-from infinity.zero.unit_call import UnitRuntime, WeightSource, aliased, plain_call, rerun_call, straight_call, track
+from infinity.zero.structure import Structure, take_apart
+from infinity.zero.unit_call import UnitRuntime, WeightSource, plain_call, rerun_call, straight_call, track
 
 
 class Arrivals(Protocol):
@@ -51,6 +52,7 @@ class Walk:
         self.sums = sums
         self._randomness = randomness
         self._arrivals: Arrivals = GoOn()
+        self.own_attributes = OwnAttributes()
         self._inside_unit = False
         self._hooks: list[RemovableHandle] = []
         self.micro_batch: MicroBatch | None = None  # the one whose code is running
@@ -111,10 +113,12 @@ class Walk:
             return runtime.forward(*args, **kwargs)
         if micro_batch is None:
             return self._outside_steps(runtime, args, kwargs)
+        arguments, tensors = take_apart((args, kwargs))
+        inputs = _aliased(tensors)
         self._arrivals.arrive(index)
         micro_batch.enter(index)
         try:
-            return self._routed(index)(runtime, micro_batch, args, kwargs)
+            return self._made(index, micro_batch, arguments, inputs)
         finally:
             micro_batch.position += 1
             self._begin_stretch(micro_batch)
@@ -126,8 +130,7 @@ class Walk:
                 f"Unit {runtime.unit.name!r} was called while backward was running.",
                 remedy="Turn gradient checkpointing (torch.utils.checkpoint) around units off: infinity reruns them itself.",
             )
-        _, tensors = take_apart((args, kwargs))
-        if torch.is_grad_enabled() and (runtime.unit.module.training or any(tensor.requires_grad for tensor in tensors)):
+        if torch.is_grad_enabled() and runtime.unit.module.training:
             raise IllegalTransition(
                 f"Unit {runtime.unit.name!r} was called for training outside the engine.",
                 remedy="Call the engine (engine(...), engine.train_batch(...)) and not the model, or use torch.no_grad().",
@@ -135,40 +138,23 @@ class Walk:
         with torch.no_grad():
             return plain_call(runtime, None, args, kwargs)
 
-    def _routed(self, index: int) -> Callable[..., Any]:
-        if not torch.is_grad_enabled():
-            return self._without_gradient
-        return self._rerun_or_plain if self._rerun[index] else self._straight
-
-    def _without_gradient(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
-        return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
-
-    def _straight(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
-        args, kwargs = self._cut(micro_batch, args, kwargs, None)
-        return straight_call(runtime, micro_batch, args, kwargs)
-
-    def _rerun_or_plain(self, runtime: UnitRuntime, micro_batch: MicroBatch, args: Any, kwargs: Any) -> Any:
-        if micro_batch.straight and micro_batch.last_call is None:
-            return self._straight(runtime, micro_batch, args, kwargs)
-        _, tensors = take_apart((args, kwargs))
+    def _made(self, index: int, micro_batch: MicroBatch, arguments: Structure, inputs: Sequence[torch.Tensor]) -> Any:
+        """Make the call in the way that the unit, the inputs and the grad mode ask for."""
+        runtime = self._units[index]
         trainable = any(binding.trainable for binding in runtime.bindings)
-        if not trainable and not any(tensor.requires_grad for tensor in tensors):
-            return self._without_gradient(runtime, micro_batch, args, kwargs)  # no backward visit
-        anchor = torch.zeros((), requires_grad=trainable)
-        args, kwargs = self._cut(micro_batch, args, kwargs, anchor)
-        return rerun_call(runtime, micro_batch, args, kwargs, anchor)
-
-    def _cut(self, micro_batch: MicroBatch, args: Any, kwargs: Any, anchor: torch.Tensor | None) -> tuple[Any, Any]:
-        """Note the call as the last one, where it is or may be; return the arguments with aliases as their tensors."""
-        if not micro_batch.learning and not (micro_batch.straight and micro_batch.last_call is None):
-            return args, kwargs
-        structure, tensors = take_apart((args, kwargs))
-        aliases = aliased(tensors)
-        inputs = tuple(alias for alias in aliases if alias.requires_grad)
-        micro_batch.last_call = LastCall(micro_batch.visits[-1], inputs, anchor)
-        micro_batch.leaves.clear()
-        args, kwargs = structure.fill(aliases)
-        return args, kwargs
+        wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
+        if not torch.is_grad_enabled() or not (trainable or wanted):  # no backward visit
+            args, kwargs = arguments.fill(inputs)
+            return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
+        first_of_tail = micro_batch.straight and micro_batch.last_call is None
+        rerun = self._rerun[index] and not first_of_tail
+        anchor = torch.zeros((), requires_grad=trainable) if rerun else None
+        if micro_batch.learning or first_of_tail:
+            micro_batch.last_call = LastCall(micro_batch.visits[-1], wanted, anchor)
+            micro_batch.leaves.clear()
+        if anchor is None:
+            return straight_call(runtime, micro_batch, arguments, inputs)
+        return rerun_call(runtime, micro_batch, arguments, inputs, anchor, self.own_attributes)
 
     def _begin_stretch(self, micro_batch: MicroBatch) -> None:
         """Between two units: the root group's parameters get leaves of their own, booked to this stretch."""
@@ -197,6 +183,15 @@ class Walk:
             if id(outside) not in watched and outside.requires_grad and outside.is_leaf and not binding.absent:
                 watched.add(id(outside))
                 yield outside.register_post_accumulate_grad_hook(_refuse(binding.parameter))  # type: ignore[no-untyped-call]
+
+
+def _aliased(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same memory, with a node of their own where they require a gradient.
+
+    The gradients of all uses of an input inside a unit so add up before they meet those from outside, whether the unit runs
+    again in backward or not. Made before others go first, the nodes are older the later the micro-batch, like all others.
+    """
+    return [tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor for tensor in tensors]
 
 
 def _refuse(parameter: str) -> Callable[[torch.Tensor], None]:

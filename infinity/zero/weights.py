@@ -18,7 +18,7 @@ import torch
 from infinity.errors import IllegalTransition
 from infinity.handles import Handle
 from infinity.memory.arena import Buffer
-from infinity.memory.transfer import Transfers
+from infinity.memory.transfer import Mark, Transfers, Upload
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.order import ShardOrder
@@ -61,14 +61,15 @@ _MOVES = {
 
 @dataclass(slots=True)
 class Slot:
-    """Room for the weights of one shard. Without a separate compute device `device` is the host buffer itself."""
+    """Room for the weights of one shard. Where the host's memory is the compute device's, `device` is the host buffer."""
 
     host: Buffer
     device: torch.Tensor  # uint8 [slot bytes] on the compute device
     shard: int | None = None  # whose bytes it holds, if any
     load: Load | None = None  # the last load into it
     source: Buffer | None = None  # where that load put the weights: `host`, or the shard's own place in host memory
-    copied: Handle[None] | None = None  # the copy to the device; done when the source may be changed
+    upload: Upload | None = None  # the last copy to the device
+    last_use: Mark | None = None  # the point in the compute stream up to which `device` was used
 
 
 class Weights:
@@ -112,6 +113,9 @@ class Weights:
 
     def updates_are_due(self, shards: Sequence[int]) -> None:
         """A step was taken: the next load of each of these shards brings new weights. Nothing may be in use."""
+        end_of_step = self._transfers.mark()
+        for slot in self._kept.values():  # backward uses them after their release
+            slot.last_use = end_of_step
         for shard in shards:
             if self._in_use[shard]:
                 raise IllegalTransition(f"Weights of {self._shards[shard].layout.name} are in use while an update begins.")
@@ -126,6 +130,8 @@ class Weights:
         self._advance(shard)
         slot = self._slot_of(shard) or self._start(shard)
         self._make_ready(shard, slot)
+        if slot.upload is not None:
+            slot.upload.wait()  # also where another stream computes than the one that waited for it first
         self._in_use[shard] += 1
         self._load_ahead()
         return self._shards[shard].views(slot.device)
@@ -133,10 +139,20 @@ class Weights:
     def release(self, shard: int) -> None:
         """The caller uses the weights no more."""
         self._in_use[shard] -= 1
+        slot = self._slot_of(shard)
+        if slot is not None:
+            slot.last_use = self._transfers.mark()
         self._load_ahead()
 
+    def show_resident(self) -> None:
+        """Bring the weights of resident shards into the parameters that the modules hold."""
+        for shard in self._shards:
+            if shard.residency is Residency.RESIDENT:
+                self.acquire(shard.index)
+                self.release(shard.index)
+
     def settle(self) -> None:
-        """Wait until every load that was begun has ended and been written."""
+        """Wait until every load that was begun has ended and been written, and every host buffer may be changed."""
         for shard in self._shards:
             slot = self._slot_of(shard.index)
             if slot is not None:
@@ -144,6 +160,8 @@ class Weights:
         for slot in (*self._slots, *self._kept.values()):
             if slot.load is not None:
                 slot.load.written.wait()
+            if slot.upload is not None:
+                slot.upload.source_free.wait()
 
     def forget(self) -> None:
         """Put every shard out of the slots: the bytes on their own tiers have been changed from outside."""
@@ -185,8 +203,8 @@ class Weights:
             self._recorder.count("unit_loads", 1)
         slot.shard = shard
         state.to(WeightState.FETCHING)
-        if slot.copied is not None:
-            slot.copied.wait()
+        if slot.upload is not None:
+            slot.upload.source_free.wait()
         slot.source = self._in_host_memory.get(shard, slot.host)
         if fetch or self._update_is_due[shard]:
             slot.load = self._loader(shard, slot.source, fetch and slot.source is slot.host)
@@ -203,16 +221,20 @@ class Weights:
 
     def _make_ready(self, shard: int, slot: Slot) -> None:
         state = self._states[shard]
-        if state.state is WeightState.READY:
-            return
+        if state.state is WeightState.FETCHING:
+            self._gather(shard, slot)
+        if state.state is WeightState.GATHERING:
+            state.to(WeightState.READY)
+
+    def _gather(self, shard: int, slot: Slot) -> None:
+        """Wait for the load and begin to copy the weights to the compute device, behind the slot's last use there."""
         if slot.load is not None:
             slot.load.wait()
-        state.to(WeightState.GATHERING)
+        self._states[shard].to(WeightState.GATHERING)
         source, num_bytes = slot.source or slot.host, self._shards[shard].layout.unit_weight_bytes
-        upload = self._transfers.to_device(source.tensor(torch.uint8, num_bytes), slot.device[:num_bytes])
-        upload.wait()
-        slot.copied = upload.source_free
-        state.to(WeightState.READY)
+        slot.upload = self._transfers.to_device(
+            source.tensor(torch.uint8, num_bytes), slot.device[:num_bytes], after=slot.last_use
+        )
 
     # Order
 
@@ -236,15 +258,15 @@ class Weights:
         if same is not None:
             return same
         idle = [slot for slot in self._slots if slot.shard is None or not self._in_use[slot.shard]]
-        if not must:  # loading ahead waits for nothing: neither for a load nor for a write
-            idle = [slot for slot in idle if slot.load is None or (slot.load.done() and slot.load.written.done())]
+        if not must:  # loading ahead waits for nothing
+            idle = [slot for slot in idle if _is_settled(slot)]
         if not idle:
             return None
         farthest = max(idle, key=self._distance)
         if not must and self._distance(farthest) <= needed_at - self._cursor:
             return None
-        if farthest.shard is not None and self._states[farthest.shard].state is WeightState.FETCHING:
-            self._make_ready(farthest.shard, farthest)  # loaded ahead in vain
+        if farthest.shard is not None and self._slot_of(farthest.shard) is not None:
+            self._make_ready(farthest.shard, farthest)  # it may have been loaded ahead in vain
         return farthest
 
     def _distance(self, slot: Slot) -> int:
@@ -252,7 +274,16 @@ class Weights:
         return len(self._order) + 1 if slot.shard is None else self._next_use(slot.shard)
 
     def _load_ahead(self) -> None:
-        """Begin to load what this visit and the next ones need, as far as there are slots for it."""
+        """Begin to load what this visit and the next ones need, and to copy to the device what has been loaded."""
+        self._begin_ahead()
+        for shard, state in self._states.items():
+            if state.state is WeightState.FETCHING:
+                slot = self._slot_of(shard)
+                if slot is not None and (slot.load is None or slot.load.done()):
+                    self._gather(shard, slot)
+
+    def _begin_ahead(self) -> None:
+        """Begin to load in the order of visits, as far as there are slots."""
         for distance in range(len(self._order)):
             position = self._cursor + distance
             for shard in self._order[position % len(self._order)]:
@@ -265,3 +296,9 @@ class Weights:
                 if slot is None:
                     return
                 self._begin(shard, slot, fetch=slot.shard != shard)
+
+
+def _is_settled(slot: Slot) -> bool:
+    """Return whether a slot can be filled with something else without waiting."""
+    loaded = slot.load is None or (slot.load.done() and slot.load.written.done())
+    return loaded and (slot.upload is None or slot.upload.source_free.done())
