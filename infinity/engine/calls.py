@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def coefficients(weights: Sequence[float] | None, num_micro_batches: int) -> lis
     """Return each micro-batch's share of the mean loss: equal, or in proportion to `weights` (token counts)."""
     if weights is None:
         return [1.0 / num_micro_batches] * num_micro_batches
-    if len(weights) != num_micro_batches or any(weight < 0 for weight in weights) or sum(weights) <= 0:
+    if len(weights) != num_micro_batches or not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
         raise ModelError(
             f"train_batch: weights {list(weights)} do not fit {num_micro_batches} micro-batches.",
             remedy="Give one number of at least 0 for each, not all 0.",
