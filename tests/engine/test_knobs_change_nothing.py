@@ -95,7 +95,7 @@ def plan_within(kit: Kit, config: Mapping[str, Any], cpu_memory: int) -> Plan | 
     pieces = cut(kit.build(), resolved)
     try:
         return build.plan_for(
-            pieces, resolved, Placement.from_config(resolved), torch.device("cpu"), ActivationSizes(ACTIVATION_BYTES)
+            pieces, resolved, Placement.from_config(resolved), host_device(), ActivationSizes(ACTIVATION_BYTES)
         )
     except DoesNotFit:
         return None
