@@ -166,6 +166,7 @@ class Engine:
 
         Raises ModelError for modules that cannot be trained exactly, StorageError, OverBudget.
         """
+        self._require_usable()
         if not micro_batches:
             raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
         if self._num_forwards:
