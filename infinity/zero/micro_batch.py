@@ -69,3 +69,9 @@ class MicroBatch:
         self.num_calls[unit] = visit.ordinal + 1
         self.visits.append(visit)
         self.position += 1
+
+    def forget(self) -> None:
+        """The forward is over: let go of the tensors, whose graph may know this micro-batch and so live for ever."""
+        self.walking = False
+        self.last_call = None
+        self.leaves.clear()

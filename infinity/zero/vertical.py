@@ -235,6 +235,7 @@ class VerticalSchedule:
             closing.callback(self._forget, step)
             closing.callback(self._release, step)
             for runner in step.runners.values():
+                closing.callback(runner.micro_batch.forget)
                 if not runner.thread.dead:
                     closing.callback(runner.thread.throw)
 

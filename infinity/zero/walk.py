@@ -102,7 +102,7 @@ class Walk:
     def end(self) -> None:
         """No micro-batch is walking; the root group's own parameters are back in their places."""
         if self.micro_batch is not None:
-            self.micro_batch.walking = False
+            self.micro_batch.forget()
         self.micro_batch = None
         self._root_weights.clear()
         install(self._root, [binding.outside for binding in self._root])
