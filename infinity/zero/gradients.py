@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from infinity.errors import IllegalTransition
+from infinity.zero.lasting_sums import LastingSums, SumsPlace, lasting_sums
 from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Shard
 
@@ -48,6 +49,7 @@ class _Sum:
 class _ShardSums:
     num_pending_calls: int = 0
     sums: dict[tuple[str, Visit], _Sum] = field(default_factory=dict)  # by (parameter, visit)
+    lasting: LastingSums | None = None  # in their stead where they outlast micro-batches
     final: bool = False
 
 
@@ -57,11 +59,17 @@ class GradientSums:
     Owner: the schedule. One thread. After an exception: `discard` drops everything.
     """
 
-    def __init__(self, shards: Sequence[Shard], target: GradientTarget) -> None:
+    def __init__(self, shards: Sequence[Shard], target: GradientTarget, place: SumsPlace | None = None) -> None:
         self._shards = shards
         self._target = target
+        self._place = place  # for sums that outlast micro-batches; None: they stay as they are
+        self._lasting_in: SumsPlace | None = None  # that place, in a step where they do
         self._states = [_ShardSums() for _ in shards]
         self._complete_shards_are_final = False
+
+    def outlast_micro_batches(self) -> None:
+        """The micro-batches of this step run backward one by one: let sums wait in their place, until the step is over."""
+        self._lasting_in = self._place
 
     def expect(self, shards: Sequence[int]) -> None:
         """Register a call whose backward is to come."""
@@ -78,6 +86,11 @@ class GradientSums:
                 f"Parameter {parameter} got a gradient after {self._shards[shard].layout.name} was final.",
                 remedy="Run backward once for each forward.",
             )
+        if self._lasting_in is not None:
+            if state.lasting is None:
+                state.lasting = lasting_sums(self._shards[shard].layout, self._lasting_in)
+            state.lasting.add(parameter, visit, gradient)
+            return
         present = state.sums.get((parameter, visit))
         if present is None:
             state.sums[parameter, visit] = _Sum(gradient)
@@ -91,12 +104,15 @@ class GradientSums:
             state.num_pending_calls -= 1
             if self._complete_shards_are_final and state.num_pending_calls == 0 and self._shards[shard].group.units:
                 self._finalise(shard)
+            elif state.lasting is not None:
+                state.lasting.leave()
 
     def open(self) -> None:
         """All calls of the step are registered: from now on a shard without pending calls is final."""
         self._complete_shards_are_final = True
         for shard, state in enumerate(self._states):
-            if state.num_pending_calls == 0 and state.sums and self._shards[shard].group.units:
+            has_sums = state.sums or state.lasting is not None
+            if state.num_pending_calls == 0 and has_sums and self._shards[shard].group.units:
                 self._finalise(shard)
 
     def finish(self) -> None:
@@ -109,12 +125,18 @@ class GradientSums:
         """Forget everything, as before the first call of a step."""
         self._states = [_ShardSums() for _ in self._shards]
         self._complete_shards_are_final = False
+        self._lasting_in = None
+        if self._place is not None:
+            self._place.discard()
 
     def _finalise(self, shard: int) -> None:
         state = self._states[shard]
         if state.final:
             return
         state.final = True
+        if state.lasting is not None:
+            state.lasting.finish()
+            return
         layout = self._shards[shard].layout
         totals = _over_visits(state.sums)
         if not totals:

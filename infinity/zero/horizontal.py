@@ -31,6 +31,8 @@ def run_horizontally(
     """
     losses, differentiable = [], False
     try:
+        if len(micro_batches) > 1:
+            walk.sums.outlast_micro_batches()
         for micro_batch in micro_batches:
             walk.begin(micro_batch)
             try:
