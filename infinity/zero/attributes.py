@@ -2,7 +2,7 @@
 
 What a micro-batch leaves in an attribute (a mask for the blocks, the last hidden state) must be there when its turn comes
 again, and when one of its units runs again in backward. Which attributes these are is learnt together with the order of
-units. Buffers are no such attributes: they are shared, as in any training loop.
+units. Buffers are no such attributes: they are shared, as in any training loop, and the place for what adds up over steps.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ class OwnAttributes:
         self._places: tuple[Place, ...] = ()
 
     def learn(self, before: dict[Place, object], after: dict[Place, object]) -> None:
-        """Take those that a run of the model changed; give all attributes back what they were before it."""
+        """Take those that a run of the model changed, and put back what held tensors before it.
+
+        What the run was the first to make stays, for it may be a cache; but no graph of it does.
+        """
         changed = [place for place in before | after if before.get(place, _MISSING) is not after.get(place, _MISSING)]
-        self._places = tuple(place for place in changed if any(holds(values.get(place), _any) for values in (before, after)))
-        for place in changed:
+        held = [place for place in changed if holds(before.get(place), _any)]
+        made = [place for place in changed if place not in held and holds(after.get(place), _any)]
+        self._places = (*held, *made)
+        for place in (*held, *(place for place in made if holds(after.get(place), _has_graph))):
             _put(place, before.get(place, _MISSING))
 
     def values(self) -> tuple[object, ...]:
@@ -72,6 +77,10 @@ def holds(value: object, wanted: Callable[[torch.Tensor], bool], depth: int = _D
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
 
 
 def _any(_: torch.Tensor) -> bool:

@@ -106,25 +106,62 @@ def test_a_list_that_all_micro_batches_share_is_an_error():
 
 
 class Logging(TinyModel):
-    """Keeps what a user would log, and counts its calls."""
+    """Keeps what a user would log, and a cache that it makes once."""
 
-    num_calls = 0
+    cache_is_made = False
 
     def forward(self, tokens, targets):
-        self.num_calls += 1
+        if not self.cache_is_made:
+            self.cache, self.cache_is_made = torch.ones(16), True
+        self.blocks[0].norm.eps = float(self.cache[0]) * 1e-5
         loss = super().forward(tokens, targets)
         self.last_loss = loss.detach()
         return loss
 
 
 def test_attributes_after_a_step():
-    """After a step attributes hold what the last micro-batch left, and the run that learnt the order has left no trace."""
+    """After a step attributes hold what the last micro-batch left, and a cache that learning the order made first."""
     torch.manual_seed(0)
     for schedule in ("vertical", "horizontal"):
         harness = Harness(Logging(), residency=ABSENT)
         losses, _ = harness.step(token_loss(3), 3, schedule=schedule)
         assert float(harness.model.last_loss) == losses[-1]
-        assert harness.model.num_calls == 3
+        assert torch.equal(harness.model.cache, torch.ones(16))
+
+
+def test_learning_the_order_counts_nothing_twice():
+    """An attribute that held a tensor before the run that learns the order holds it again afterwards."""
+
+    class Averaging(TinyModel):
+        def __init__(self):
+            super().__init__()
+            self.average = torch.zeros(())
+
+        def forward(self, tokens, targets):
+            loss = super().forward(tokens, targets)
+            self.average = 0.5 * self.average + 0.5 * loss.detach()
+            return loss
+
+    torch.manual_seed(0)
+    harness = Harness(Averaging())
+    losses, _ = harness.step(token_loss(1), 1)
+    assert float(harness.model.average) == 0.5 * losses[0]
+
+
+def test_no_graph_of_the_learning_run_stays():
+    """A hidden state that the run which learnt the order left behind is gone before the step begins."""
+    seen = []
+
+    class Keeping(TinyModel):
+        hidden = None
+
+        def forward(self, tokens, targets):
+            seen.append(self.hidden)
+            self.hidden = self.embed(tokens)
+            return self.loss(self.blocks[0](self.hidden), targets)
+
+    Harness(Keeping(), residency=KEPT).step(token_loss(2), 2)
+    assert seen == [None] * 3
 
 
 def test_buffers_are_shared():
