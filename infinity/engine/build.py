@@ -14,24 +14,38 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.activations import ActivationMeter
+from infinity.engine.activations import ActivationMeter, open_activation_meter
 from infinity.engine.cut import CutModel, cut
+from infinity.engine.determinism import compute_deterministically
 from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import committed_run, committed_state
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
-from infinity.engine.planned import ActivationSizes, grad_dtype_of, plan_for, residencies_of, shares_of
-from infinity.engine.reserve import open_gradient_slots, open_io, open_weight_slots, slot_over
-from infinity.engine.take_over import refuse_loading, take_over
+from infinity.engine.planned import (
+    ActivationSizes,
+    grad_dtype_of,
+    placement_notes,
+    plan_for,
+    residencies_of,
+    shares_of,
+)
+from infinity.engine.reserve import (
+    open_device_gradient,
+    open_gradient_slots,
+    open_io,
+    open_kept_weights,
+    open_weight_slots,
+)
+from infinity.engine.take_over import move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import IllegalTransition
 from infinity.memory.base import measure_base
+from infinity.memory.device import ComputeDevice, open_compute_device
 from infinity.memory.host_allocator import tune_host_allocator
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import Lease
-from infinity.memory.transfer import open_transfers
 from infinity.optim.kernel import open_kernel
 from infinity.optim.pipeline import IoPolicy
 from infinity.optim.schedules import build_schedule
@@ -96,15 +110,10 @@ def initialize(
     resolved = Config.from_any(config)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    compute = open_compute_device()
     pieces = cut(model, resolved)
-    plan = plan_for(
-        pieces,
-        resolved,
-        placement or Placement.from_config(resolved),
-        device,
-        ActivationSizes(activation_bytes, kept_bytes),
-    )
+    asked = placement or Placement.from_config(resolved)
+    plan = plan_for(pieces, resolved, asked, compute, ActivationSizes(activation_bytes, kept_bytes))
     if on_plan is not None:
         on_plan(plan)
     request = EngineRequest(
@@ -112,13 +121,13 @@ def initialize(
         config=resolved,
         pieces=pieces,
         plan=plan,
-        device=device,
+        compute=compute,
         init=init,
         run_name=run_name,
         num_steps=num_steps,
         adopted_run=committed_run(adopt) if adopt is not None else None,
         base_bytes=base_bytes,
-        notes=(*resolved.notes(), *allocator.notes),
+        notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute)),
     )
     with ExitStack() as resources:
         engine = _compose(request, resources)
@@ -133,7 +142,7 @@ class EngineRequest:
     config: Config
     pieces: CutModel
     plan: Plan
-    device: torch.device
+    compute: ComputeDevice
     init: Initializer | None
     run_name: str
     num_steps: int | None  # length of the run, for the learning rate's course
@@ -143,11 +152,13 @@ class EngineRequest:
 
 
 def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
-    model, config, pieces, plan, device = request.model, request.config, request.pieces, request.plan, request.device
+    model, config, pieces, plan, compute = request.model, request.config, request.pieces, request.plan, request.compute
+    device, transfers = compute.torch_device, compute.transfers
+    if config.infinity.deterministic:
+        compute_deterministically(resources)
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
     recorder = Recorder(max_spans=_MAX_SPANS)
-    transfers = open_transfers(device)
-    pin = config.pin_memory and device.type == "cuda"
+    pin = config.pin_memory and compute.memory is not None
     grad_dtype = grad_dtype_of(config)
     placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
     io_engine, io_notes = open_io(config, plan, resources)
@@ -174,10 +185,9 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         grad_element_bytes=ELEMENT_BYTES[grad_dtype],
         lease_weights=_refuse_lease,
         policy=IoPolicy(config.infinity.io_policy),
-        pin=pin,
     )
     resources.callback(stream.close)
-    slots = open_weight_slots(plan, ledger, device, pin, resources)
+    slots = open_weight_slots(plan, ledger, compute, pin, resources)
     if request.adopted_run is None:
         _fill(store, pieces, InitializedValues(request.init), slots)
     in_host_memory = {
@@ -185,9 +195,12 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     }
     residency = residencies_of(pieces, plan)
     kept = {
-        index: slot_over(in_host_memory[index], device) for index, one in residency.items() if one is not Residency.ABSENT
+        index: open_kept_weights(in_host_memory[index], compute, ledger, resources)
+        for index, one in residency.items()
+        if one is not Residency.ABSENT
     }
     shards = take_over(pieces, residency, kept, device)
+    move_buffers(model, compute, ledger, resources)
     resources.callback(refuse_loading(model))
     weights = Weights(
         shards,
@@ -206,11 +219,14 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         kernel=kernel,
         grad_dtype=grad_dtype,
         update_now=weights.update_now,
-        device=device,
+        transfers=transfers,
+        on_device=open_device_gradient(pieces, compute, ELEMENT_BYTES[grad_dtype], ledger, resources),
     )
     sums = GradientSums(shards, gradients)
     randomness = Randomness(config.seed, device)
-    activations = ActivationMeter(ledger, device, request.base_bytes, plan.memory_bytes(Tier.CPU))
+    activations = open_activation_meter(
+        ledger, compute, host_base_bytes=request.base_bytes, planned_bytes=plan.memory_bytes(Tier.CPU)
+    )
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = build_optimizer(config.optimizer)
@@ -238,6 +254,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     )
     walk.attach()
     resources.callback(walk.detach)
+    resources.callback(transfers.synchronize)  # before any memory is given back
+    weights.show_resident()
     weights.expect(order.vertical_sequence(walk.groups))
     recorder.take_counters()  # what initialisation wrote belongs to no step
     return Engine(

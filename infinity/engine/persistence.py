@@ -113,6 +113,8 @@ class Persistence:
                 self._weights.forget()
                 for shard in self._shards:
                     self._load_shard(checkpoint, shard)
+                self._weights.show_resident()
+                self._weights.rewind()
             self._load_buffers(checkpoint)
         counters = state.counters
         self._optimizer.steps = dict(counters.parameter_steps)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from infinity.config import Config
 from infinity.engine.cut import CutModel
 from infinity.errors import DoesNotFit
+from infinity.memory.device import ComputeDevice
 from infinity.memory.limits import host_limit_bytes
 from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, make_plan
+from infinity.placement.placement import AUTO, ShareChoice
 from infinity.states import Tier
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.shares import ShardShares
@@ -39,14 +39,14 @@ class ActivationSizes:
 
 
 def plan_for(
-    pieces: CutModel, config: Config, placement: Placement, device: torch.device, activations: ActivationSizes
+    pieces: CutModel, config: Config, placement: Placement, compute: ComputeDevice, activations: ActivationSizes
 ) -> Plan:
     """Return the plan for a cut model. Raises DoesNotFit."""
     own = config.infinity
     cpu_bytes = own.cpu_memory or int(host_limit_bytes().num_bytes * (1 - _HEADROOM))
     gpu_bytes = None
-    if device.type == "cuda":
-        gpu_bytes = own.gpu_memory or int(torch.cuda.mem_get_info(device)[0] * (1 - _HEADROOM))
+    if compute.memory is not None:
+        gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - _HEADROOM))
     compute_bytes = cpu_bytes if gpu_bytes is None else gpu_bytes
     request = PlanRequest(
         units=pieces.sizes(activations.kept_bytes),
@@ -75,6 +75,18 @@ def _first_that_fits(requests: Sequence[PlanRequest]) -> Plan:
         except DoesNotFit:
             continue
     return make_plan(requests[-1])
+
+
+def placement_notes(placement: Placement, pieces: CutModel, compute: ComputeDevice) -> tuple[str, ...]:
+    """Return what was asked for and is done differently, in sentences."""
+    asked = placement.resolve(pieces.sizes())
+    if compute.tier is not Tier.GPU or not any(unit.grads is Tier.GPU or _names_gpu(unit.optim) for unit in asked):
+        return ()
+    return ("Gradients and optimizer state that were asked onto the GPU stay in RAM: the CPU updates them.",)
+
+
+def _names_gpu(optim: ShareChoice) -> bool:
+    return optim != AUTO and any(tier is Tier.GPU for tier, _ in optim)
 
 
 def shares_of(unit: UnitPlan) -> ShardShares:

@@ -10,7 +10,9 @@ from infinity.aio.engine import Engine as IoEngine
 from infinity.aio.select import open_engine, probe
 from infinity.byte_sizes import PAGE_BYTES
 from infinity.config import Config
+from infinity.engine.cut import CutModel
 from infinity.memory.arena import Buffer, open_arena
+from infinity.memory.device import ComputeDevice, device_bytes
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, open_pool
 from infinity.placement import Owner, Plan
@@ -33,16 +35,22 @@ def open_io(config: Config, plan: Plan, resources: ExitStack) -> tuple[IoEngine,
     return engine, tuple(notes)
 
 
-def open_weight_slots(plan: Plan, ledger: Ledger, device: torch.device, pin: bool, resources: ExitStack) -> list[Slot]:
-    """Reserve the slots of gathered weights; where there are none, one page serves as staging for empty shards."""
-    count = plan.num_weight_slots
-    if count == 0:
-        return [
-            Slot(_arena(PAGE_BYTES, ledger, Owner.ROOT, pin, resources), torch.empty(0, dtype=torch.uint8, device=device))
-        ]
-    slot_bytes = plan.weight_slot_bytes if device.type == "cpu" else max(plan.weight_slot_bytes, plan.host_weight_slot_bytes)
-    arena = _arena(count * slot_bytes, ledger, Owner.WEIGHT_SLOTS, pin, resources)
-    return [slot_over(arena.part(index * slot_bytes, slot_bytes), device) for index in range(count)]
+def open_weight_slots(plan: Plan, ledger: Ledger, compute: ComputeDevice, pin: bool, resources: ExitStack) -> list[Slot]:
+    """Reserve the slots of gathered weights.
+
+    Where nothing passes through their host side, because all weights stay in host memory, one page of it serves as staging
+    for empty shards.
+    """
+    count = max(1, plan.num_weight_slots)
+    host_bytes = plan.weight_slot_bytes if compute.memory is None else plan.host_weight_slot_bytes
+    if host_bytes:
+        arena = _arena(count * host_bytes, ledger, Owner.WEIGHT_SLOTS, pin, resources)
+        hosts = [arena.part(index * host_bytes, host_bytes) for index in range(count)]
+    else:
+        hosts = [_arena(PAGE_BYTES, ledger, Owner.ROOT, pin, resources)] * count
+    if compute.memory is None:
+        return [Slot(host, host.tensor(torch.uint8, host.num_bytes)) for host in hosts]
+    return [Slot(host, _on_device(plan.weight_slot_bytes, compute, ledger, Owner.WEIGHT_SLOTS, resources)) for host in hosts]
 
 
 def _arena(num_bytes: int, ledger: Ledger, owner: Owner, pin: bool, resources: ExitStack) -> Buffer:
@@ -51,10 +59,25 @@ def _arena(num_bytes: int, ledger: Ledger, owner: Owner, pin: bool, resources: E
     return arena.buffer
 
 
-def slot_over(host: Buffer, device: torch.device) -> Slot:
-    """Return a slot over host memory, with as much on the compute device where that is another."""
-    flat = host.tensor(torch.uint8, host.num_bytes)
-    return Slot(host, flat if device.type == "cpu" else torch.empty_like(flat, device=device))
+def _on_device(num_bytes: int, compute: ComputeDevice, ledger: Ledger, owner: Owner, resources: ExitStack) -> torch.Tensor:
+    return device_bytes(num_bytes, compute=compute, ledger=ledger, owner=owner.value, resources=resources)
+
+
+def open_kept_weights(host: Buffer, compute: ComputeDevice, ledger: Ledger, resources: ExitStack) -> Slot:
+    """Reserve the place on the compute device of weights that stay there; `host` is their place in host memory."""
+    if compute.memory is None:
+        return Slot(host, host.tensor(torch.uint8, host.num_bytes))
+    return Slot(host, _on_device(host.num_bytes, compute, ledger, Owner.WEIGHTS, resources))
+
+
+def open_device_gradient(
+    pieces: CutModel, compute: ComputeDevice, grad_element_bytes: int, ledger: Ledger, resources: ExitStack
+) -> torch.Tensor | None:
+    """Reserve the buffer that finished gradients leave a device with memory of its own from: uint8; None without one."""
+    if compute.memory is None:
+        return None
+    num_bytes = max(layout.grad_bytes(grad_element_bytes) for layout in pieces.layouts)
+    return _on_device(num_bytes, compute, ledger, Owner.GRADIENT_SLOTS, resources)
 
 
 def open_gradient_slots(plan: Plan, ledger: Ledger, pin: bool, resources: ExitStack) -> BufferPool | None:

@@ -1,14 +1,19 @@
-"""Replaces a model's own parameters: by views of the weights that stay, by absent ones elsewhere."""
+"""Replaces a model's own parameters and buffers: by what the engine keeps in their stead, where it keeps it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from infinity.engine.cut import CutModel
 from infinity.errors import IllegalTransition
+from infinity.memory.device import ComputeDevice
+from infinity.memory.ledger import Ledger
+from infinity.placement import Owner
+from infinity.states import Tier
 from infinity.store.layout import ParameterSpec, ShardLayout
 from infinity.zero.absent import AbsentParameter
 from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
@@ -19,7 +24,10 @@ from infinity.zero.weights import Slot
 def take_over(
     pieces: CutModel, residencies: Mapping[int, Residency], kept: Mapping[int, Slot], device: torch.device
 ) -> tuple[Shard, ...]:
-    """Replace the model's own parameters: by views of the kept weights where they stay, by absent ones elsewhere."""
+    """Replace the model's own parameters: by views of the kept weights where they stay, by absent ones elsewhere.
+
+    The user's parameters of the latter lose their values: the tiers have them.
+    """
     shards = []
     for group, layout in zip(pieces.groups, pieces.layouts, strict=True):
         residency = residencies[layout.index]
@@ -27,6 +35,8 @@ def take_over(
             outside: Mapping[str, nn.Parameter] = _resident_parameters(group, layout, kept[layout.index])
         else:
             outside = {spec.name: _absent(spec, layout.name, device) for spec in layout.specs}
+            for use in group.uses:
+                use.parameter.data = use.parameter.data.new_empty(0)
         for use in group.uses:
             for place in use.places:
                 place.module._parameters[place.attribute] = outside[use.name]
@@ -52,6 +62,28 @@ def _absent(spec: ParameterSpec, unit: str, device: torch.device) -> AbsentParam
         spec.name, unit, spec.shape, TORCH_DTYPES[spec.dtype], device, spec.trainable
     )
     return absent
+
+
+def move_buffers(model: nn.Module, compute: ComputeDevice, ledger: Ledger, resources: ExitStack) -> None:
+    """Let every buffer of the model live where it computes; one that several modules hold stays one.
+
+    `resources` gives the booking back, not the buffers. Raises OverBudget.
+    """
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity of the first, which must live as long
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                _book_buffer(buffer.numel() * buffer.element_size(), compute, ledger, resources)
+                moved[id(buffer)] = (buffer, buffer.to(compute.torch_device))
+            module._buffers[name] = moved[id(buffer)][1]
+
+
+def _book_buffer(num_bytes: int, compute: ComputeDevice, ledger: Ledger, resources: ExitStack) -> None:
+    if compute.memory is not None:
+        ledger.take(Tier.GPU, Owner.ROOT.value, num_bytes)
+        resources.callback(ledger.give, Tier.GPU, Owner.ROOT.value, num_bytes)
 
 
 def refuse_loading(model: nn.Module) -> Callable[[], None]:

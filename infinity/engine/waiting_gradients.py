@@ -9,6 +9,7 @@ import torch
 
 from infinity.handles import Handle
 from infinity.memory.pool import BufferPool, Lease
+from infinity.memory.transfer import Transfers
 from infinity.optim.grad_norm import shard_sum_of_squares
 from infinity.optim.kernel import AdamKernel
 from infinity.store.layout import ShardLayout
@@ -24,8 +25,21 @@ class GradientFacts:
     touched: dict[int, frozenset[str]]  # by shard
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A gradient on its way from the compute device to host memory."""
+
+    shard: int
+    touched: frozenset[str]
+    arrived: Handle[None]
+
+
 class WaitingGradients:
-    """Where the sums of zero put final gradients. One thread; the buffers are the store's or a slot's."""
+    """Where the sums of zero put final gradients. One thread; the buffers are the store's or a slot's.
+
+    On a device with memory of its own one buffer is filled there; while the next unit's backward runs, it is copied to the
+    host, and before it is filled again the copy is measured.
+    """
 
     def __init__(
         self,
@@ -36,7 +50,8 @@ class WaitingGradients:
         kernel: AdamKernel,
         grad_dtype: str,
         update_now: Callable[[Sequence[int]], None],
-        device: torch.device,
+        transfers: Transfers,
+        on_device: torch.Tensor | None,
     ) -> None:
         self._store = store
         self._layouts = layouts
@@ -44,9 +59,10 @@ class WaitingGradients:
         self._kernel = kernel
         self._grad_dtype = grad_dtype
         self._update_now = update_now
-        self._device = device
+        self._transfers = transfers
+        self._on_device = on_device  # uint8, for the largest shard; None where the host's memory is the device's
+        self._leaving: _Leaving | None = None
         self._leases: dict[int, Lease] = {}
-        self._on_device: dict[int, torch.Tensor] = {}
         self._sums_of_squares = [0.0] * len(layouts)
         self._touched: dict[int, frozenset[str]] = {}
         self._writes: list[Handle[None]] = []
@@ -54,21 +70,25 @@ class WaitingGradients:
     def flat(self, shard: int) -> torch.Tensor:
         """Return the tensor to fill: on the compute device, which is the waiting place itself where the CPU computes."""
         self._update_now([shard])  # the last step's gradient may still be needed where its unit was not called since
-        if self._device.type != "cpu":
-            dtype = TORCH_DTYPES[self._grad_dtype]
-            self._on_device[shard] = torch.empty(self._layouts[shard].num_state_elements, dtype=dtype, device=self._device)
-            return self._on_device[shard]
-        return self._host(shard)
+        self._settle()
+        return self._filled(shard)
 
     def publish(self, shard: int, touched: frozenset[str]) -> None:
-        """Measure the filled gradient and let it wait, or write it out."""
-        on_device = self._on_device.pop(shard, None)
-        host = self._host(shard)
-        if on_device is not None:
-            host.copy_(on_device)
+        """Let the filled gradient go to where it waits."""
+        self._leaving = _Leaving(shard, touched, self._transfers.to_host(self._filled(shard), self._host(shard)))
+        if self._leaving.arrived.done():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Measure the gradient that is leaving when it is there, and let it wait, or write it out."""
+        if self._leaving is None:
+            return
+        leaving, self._leaving = self._leaving, None
+        leaving.arrived.wait()
+        shard, address = leaving.shard, self._host(leaving.shard).data_ptr()
         num_elements = self._layouts[shard].num_state_elements
-        self._sums_of_squares[shard] = shard_sum_of_squares(self._kernel, host.data_ptr(), num_elements, self._grad_dtype)
-        self._touched[shard] = touched
+        self._sums_of_squares[shard] = shard_sum_of_squares(self._kernel, address, num_elements, self._grad_dtype)
+        self._touched[shard] = leaving.touched
         lease = self._leases.pop(shard, None)
         if lease is not None:
             write = self._store.publish_gradients(shard, lease.buffer)
@@ -77,6 +97,7 @@ class WaitingGradients:
 
     def take_facts(self) -> GradientFacts:
         """Wait until every gradient is in its place; return what is known of them and begin anew."""
+        self._settle()
         for write in self._writes:
             write.wait()
         facts = GradientFacts(tuple(self._sums_of_squares), self._touched)
@@ -91,7 +112,12 @@ class WaitingGradients:
         for lease in self._leases.values():
             lease.release()
         self._leases.clear()
-        self._on_device.clear()
+
+    def _filled(self, shard: int) -> torch.Tensor:
+        if self._on_device is None:
+            return self._host(shard)
+        dtype, num_elements = TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements
+        return self._on_device[: num_elements * dtype.itemsize].view(dtype)
 
     def _host(self, shard: int) -> torch.Tensor:
         buffer = self._store.gradients(shard)

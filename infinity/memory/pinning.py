@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -15,11 +16,15 @@ _CUDA_SUCCESS = 0
 
 
 class CudaRuntime(Protocol):
-    """The two calls of the CUDA runtime that pinning needs; both return an error number, 0 for success."""
+    """The calls of the CUDA runtime that pinning needs; the first two return an error number, 0 for success."""
 
     def host_register(self, address: int, num_bytes: int) -> int: ...
 
     def host_unregister(self, address: int) -> int: ...
+
+    def forget_error(self) -> None:
+        """Let nobody else find the error of a call that failed."""
+        ...
 
 
 class TorchCudaRuntime:
@@ -30,6 +35,11 @@ class TorchCudaRuntime:
 
     def host_unregister(self, address: int) -> int:
         return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+    def forget_error(self) -> None:
+        # The runtime remembers a failed call, and torch raises it after the next kernel that it launches: so launch one.
+        with suppress(RuntimeError):
+            torch.empty(1, device="cuda").fill_(0)
 
 
 class HostPinner:
@@ -47,13 +57,18 @@ class HostPinner:
         if self._runtime is None:
             return False
         error = self._runtime.host_register(address, num_bytes)
-        if error != _CUDA_SUCCESS and not self.note:
+        if error != _CUDA_SUCCESS:
+            self._runtime.forget_error()
+            self._note_once(error, num_bytes)
+        return error == _CUDA_SUCCESS
+
+    def _note_once(self, error: int, num_bytes: int) -> None:
+        if not self.note:
             self.note = (
                 f"Pinning {format_bytes(num_bytes)} of host memory failed (CUDA error {error}); it stays pageable, so "
                 "copies to the GPU are slower. Raise the memory limit of the container or lower the CPU memory budget."
             )
             _log.warning(self.note)
-        return error == _CUDA_SUCCESS
 
     def unpin(self, address: int) -> None:
         """Undo `pin` for a range that it page-locked."""

@@ -205,7 +205,6 @@ def open_update_stream(
     grad_element_bytes: int,
     lease_weights: Callable[[int], Lease],
     policy: IoPolicy = IoPolicy.MIXED,
-    pin: bool = False,
 ) -> UpdateStream:
     """Return a running stream over the shards of `store`.
 
@@ -213,7 +212,7 @@ def open_update_stream(
     Spilled gradients get slots of their own, asked from the ledger. Raises OverBudget.
     """
     num_slots = store.num_tile_slots or _NUM_SLOTS_WITHOUT_TILES
-    gradient_slots = _open_gradient_slots(shards, num_slots, grad_element_bytes, ledger, pin=pin)
+    gradient_slots = _open_gradient_slots(shards, num_slots, grad_element_bytes, ledger)
     pipeline = Pipeline(
         store=store, kernel=kernel, recorder=recorder, policy=policy, num_slots=num_slots,
         resident_tiles={layout.index: shares.resident_tiles for layout, shares in shards}, gradient_slots=gradient_slots,
@@ -227,12 +226,12 @@ def open_update_stream(
 
 
 def _open_gradient_slots(
-    shards: Sequence[tuple[ShardLayout, ShardShares]], num_slots: int, grad_element_bytes: int, ledger: Ledger, *, pin: bool
+    shards: Sequence[tuple[ShardLayout, ShardShares]], num_slots: int, grad_element_bytes: int, ledger: Ledger
 ) -> BufferPool | None:
     spilled = [tile for layout, shares in shards if shares.grads is Tier.NVME for tile in layout.tiles]
     if not spilled:
         return None
     return open_pool(
         slot_bytes=max(gradient_window(tile, grad_element_bytes).num_bytes for tile in spilled), num_slots=num_slots,
-        ledger=ledger, tier=Tier.CPU, owner="gradient slots", pin=pin,
+        ledger=ledger, tier=Tier.CPU, owner="gradient slots", pin=False,
     )  # fmt: skip

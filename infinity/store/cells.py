@@ -48,19 +48,19 @@ class CellParts:
     space: SwapSpace
     pool: BufferPool | None
     ledger: Ledger
-    pin: bool
+    pin: bool  # weights and gradients
     resources: ExitStack
 
-    def arena(self, owner: str, num_bytes: int) -> Buffer:
+    def arena(self, owner: str, num_bytes: int, *, pin: bool) -> Buffer:
         return self.resources.enter_context(
-            open_arena(num_bytes, ledger=self.ledger, tier=Tier.CPU, owner=owner, pin=self.pin)
+            open_arena(num_bytes, ledger=self.ledger, tier=Tier.CPU, owner=owner, pin=pin)
         ).buffer
 
     def place(self, extent: Extent | None, num_bytes: int, owner: str, name: str) -> BytesCell:
         """Weights or gradients: in their extent if there is one, else in an arena."""
         if extent is not None:
             return self.swapped(extent, f"{owner} of {name}", spilled=owner == "gradients")
-        return ResidentBytes(self.arena(owner, num_bytes)) if num_bytes else NoBytes()
+        return ResidentBytes(self.arena(owner, num_bytes, pin=self.pin)) if num_bytes else NoBytes()
 
     def swapped(self, extent: Extent, name: str, *, spilled: bool = False) -> SwappedBytes:
         # Gradients are no part of a checkpoint: they hold nothing in one that is adopted and destroy none when written.
@@ -76,7 +76,7 @@ def build_cells(layout: ShardLayout, extents: ShardExtents, grad_bytes: int, par
     resident_bytes = sum(
         tile.extent_bytes for tile, extent in zip(layout.tiles, extents.tiles, strict=True) if extent is None
     )
-    arena = parts.arena("optimizer state", resident_bytes) if resident_bytes else None
+    arena = parts.arena("optimizer state", resident_bytes, pin=False) if resident_bytes else None  # never copied to a GPU
     tiles: list[ResidentTile | SwappedTile] = []
     position = 0
     for tile, extent in zip(layout.tiles, extents.tiles, strict=True):

@@ -222,7 +222,7 @@ def open_store(
                     remedy="Resume with the settings that it was written with.",
                 )
         io = SwapIo(engine, space.files, recorder)
-        pool = _open_slots(table, num_tile_slots, ledger=ledger, pin=pin, resources=resources)
+        pool = _open_slots(table, num_tile_slots, ledger=ledger, resources=resources)
         parts = CellParts(io, space, pool, ledger, pin, resources)
         cells = [
             build_cells(layout, extents, layout.grad_bytes(grad_element_bytes), parts)
@@ -236,11 +236,11 @@ def open_store(
         )  # fmt: skip
 
 
-def _open_slots(table: ExtentTable, num_slots: int, *, ledger: Ledger, pin: bool, resources: ExitStack) -> BufferPool | None:
+def _open_slots(table: ExtentTable, num_slots: int, *, ledger: Ledger, resources: ExitStack) -> BufferPool | None:
     largest = max((extent.num_bytes for shard in table.shards for extent in shard.tiles if extent is not None), default=0)
     if not largest:
         return None
-    pool = open_pool(slot_bytes=largest, num_slots=num_slots, ledger=ledger, tier=Tier.CPU, owner="tile slots", pin=pin)
+    pool = open_pool(slot_bytes=largest, num_slots=num_slots, ledger=ledger, tier=Tier.CPU, owner="tile slots", pin=False)
     resources.callback(_close_pool, pool)
     return pool
 

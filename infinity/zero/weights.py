@@ -114,8 +114,8 @@ class Weights:
     def updates_are_due(self, shards: Sequence[int]) -> None:
         """A step was taken: the next load of each of these shards brings new weights. Nothing may be in use."""
         end_of_step = self._transfers.mark()
-        for slot in self._kept.values():  # backward uses them after their release
-            slot.last_use = end_of_step
+        for kept in self._kept.values():  # backward uses them after their release
+            kept.last_use = end_of_step
         for shard in shards:
             if self._in_use[shard]:
                 raise IllegalTransition(f"Weights of {self._shards[shard].layout.name} are in use while an update begins.")
@@ -174,6 +174,8 @@ class Weights:
         for slot in self._slots:
             slot.shard = None
             slot.load = None
+        for slot in (*self._slots, *self._kept.values()):
+            slot.last_use = self._transfers.mark()
 
     # Slots
 

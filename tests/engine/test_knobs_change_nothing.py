@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from kit import BULK, DROPOUT_GPT, TINY_GPT, Kit, Run, require_same, settings, train
 
 import infinity.engine.build as build
@@ -16,6 +15,7 @@ from infinity.config import Config
 from infinity.engine.cut import cut
 from infinity.engine.planned import ActivationSizes
 from infinity.errors import DoesNotFit
+from infinity.memory.device import host_device
 from infinity.optim.kernel import kernel_names, open_kernel
 from infinity.placement import Placement, Plan
 from infinity.states import Tier

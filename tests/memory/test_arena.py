@@ -25,12 +25,16 @@ class FakeCuda:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.registered: dict[int, int] = {}
+        self.num_errors_forgotten = 0
 
     def host_register(self, address: int, num_bytes: int) -> int:
         if sum(self.registered.values()) + num_bytes > self.limit_bytes:
             return 2
         self.registered[address] = num_bytes
         return 0
+
+    def forget_error(self) -> None:
+        self.num_errors_forgotten += 1
 
     def host_unregister(self, address: int) -> int:
         del self.registered[address]
@@ -190,6 +194,7 @@ def test_refused_pinning_falls_back_to_pageable_memory_with_one_note(caplog: pyt
     assert [arena.pinned for arena in arenas] == [True, False, False]
     assert len(caplog.records) == 1
     assert "3.00 MiB" in pinner.note
+    assert cuda.num_errors_forgotten == 2
     assert "pageable" in caplog.text
     for arena in arenas:
         arena.buffer.tensor(torch.uint8, 5).fill_(1)
