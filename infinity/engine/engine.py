@@ -350,6 +350,7 @@ class Engine:
     def _take_step(self, losses: list[float], shares: Sequence[float]) -> StepResult:
         parts = self._parts
         self._lifecycle.to(EngineState.STEPPING)
+        counters = parts.recorder.take_counters()  # before the update begins: what it moves is the next step's
         with self._failing_on_io():
             update = parts.updater.step()
         parts.activations.book()
@@ -357,7 +358,6 @@ class Engine:
         self.skipped_steps += update.skipped
         self.last_grad_norm = update.grad_norm
         self._num_forwards = self._num_backwards = 0
-        counters = parts.recorder.take_counters()
         self._lifecycle.to(EngineState.READY)
         return StepResult(
             step=self.global_steps,
