@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.placement.placement import AUTO, Shares, TierChoice, UnitPlacement
 from infinity.placement.request import PlanRequest
 from infinity.placement.sizes import UnitSize
@@ -56,7 +55,7 @@ def draft_unit(unit: UnitSize, asked: UnitPlacement, request: PlanRequest) -> Dr
         cpu_state_bytes=0,
         nvme_state_bytes=unit.state_bytes,
         largest_tile_bytes=max(unit.tile_bytes, default=0),
-        waiting_bytes=round_up(unit.num_state_elements * request.waiting_element_bytes(unit), PAGE_BYTES),
+        waiting_bytes=request.waiting_bytes(unit),
     )
     if not draft.waiting_bytes:  # nothing to train, nothing waits
         draft = replace(draft, grads=Tier.CPU)

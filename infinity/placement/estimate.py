@@ -71,8 +71,8 @@ def traffic_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[Traffi
     """Return the NVMe bytes of one step: V_r and V_w, by state."""
     state = sum(draft.nvme_state_bytes for draft in drafts)
     spilled = [draft for draft in drafts if draft.grads in (None, Tier.NVME)]
-    finished = sum(round_up(d.unit.num_state_elements * request.grad_element_bytes, PAGE_BYTES) for d in spilled)
-    sums = sum(d.waiting_bytes for d in spilled) * (request.num_micro_batches - 1) if request.keeps_sums else 0
+    finished = sum(request.finished_bytes(draft.unit) for draft in spilled)
+    sums = sum(request.sums_traffic_bytes(draft.unit) for draft in spilled)
     lines = (
         TrafficLine("optimizer state", state, state, state),
         _weight_traffic(request, drafts),
@@ -125,10 +125,13 @@ def _gradient_lines(request: PlanRequest, drafts: Sequence[Draft], num_tile_slot
 
 
 def _accumulator_line(request: PlanRequest) -> MemoryLine:
-    """Sums of a unit live until its last call is through: one unit's at a time, and all of those called more than once."""
+    """Sums of a unit live until its last call is through: one unit's at a time, and all of those called more than once.
+
+    Sums that wait between micro-batches are counted as gradients: then only what backward has just made is here.
+    """
     # An unfinished unit may be the one that a neighbour's accumulators coexist with, so the two kinds add up.
-    passing = max((_sum_bytes(request, unit) for unit in request.units if not _is_long(unit)), default=0)
-    lasting = sum(_sum_bytes(request, unit) for unit in request.units if _is_long(unit))
+    passing = max((_sum_bytes(request, unit) for unit in request.units if not _is_long(request, unit)), default=0)
+    lasting = sum(_sum_bytes(request, unit) for unit in request.units if _is_long(request, unit))
     is_fp32 = not request.keeps_sums and request.num_micro_batches > 1
     counts = "fp32 sums over micro-batches" if is_fp32 else "gradients as backward makes them"
     if any(unit.visits > 1 for unit in request.units) and not request.keeps_sums:
@@ -137,8 +140,8 @@ def _accumulator_line(request: PlanRequest) -> MemoryLine:
     return MemoryLine(request.compute_tier, Owner.ACCUMULATORS, passing + lasting, counts)
 
 
-def _is_long(unit: UnitSize) -> bool:
-    return unit.visits > 1 or unit.is_root
+def _is_long(request: PlanRequest, unit: UnitSize) -> bool:
+    return not request.keeps_sums and (unit.visits > 1 or unit.is_root)
 
 
 def _sum_bytes(request: PlanRequest, unit: UnitSize) -> int:

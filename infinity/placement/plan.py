@@ -59,6 +59,7 @@ class UnitPlan:
     name: str
     params: Tier
     grads: Tier  # where its gradient, or its fp32 sums in horizontal order, waits for the update; never the GPU
+    num_sums: int  # fp32 sums that wait there between micro-batches; 0 where none do
     num_tiles: int
     cpu_tiles: tuple[int, ...]  # tiles of optimizer state that stay in RAM, ascending
     reruns: bool  # forward is rerun in backward

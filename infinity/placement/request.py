@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.placement.placement import Placement
 from infinity.placement.sizes import UnitSize
 from infinity.states import Tier
@@ -54,6 +55,27 @@ class PlanRequest:
         """Whether fp32 sums of every unit wait between micro-batches."""
         return self.schedule is Schedule.HORIZONTAL and self.num_micro_batches > 1
 
-    def waiting_element_bytes(self, unit: UnitSize) -> int:
-        """Bytes that wait for the update for each gradient element: fp32 sums for each visit, or the finished gradient."""
-        return FP32_BYTES * unit.visits if self.keeps_sums else self.grad_element_bytes
+    def num_sums(self, unit: UnitSize) -> int:
+        """How many fp32 sums of a unit's gradient wait between micro-batches: one for each visit, or none."""
+        return unit.visits if self.keeps_sums and unit.num_state_elements else 0
+
+    def finished_bytes(self, unit: UnitSize) -> int:
+        """Bytes of a unit's finished gradient."""
+        return round_up(unit.num_state_elements * self.grad_element_bytes, PAGE_BYTES)
+
+    def waiting_bytes(self, unit: UnitSize) -> int:
+        """Bytes in which a unit's gradient waits: its sums, in whose place it is finished, or itself alone."""
+        sums = self.num_sums(unit) * round_up(unit.num_state_elements * FP32_BYTES, PAGE_BYTES)
+        return max(sums, self.finished_bytes(unit))
+
+    def sums_traffic_bytes(self, unit: UnitSize) -> int:
+        """Bytes of a unit's sums that are written in one step, and as many read, where they wait on NVMe.
+
+        Each sum crosses between two micro-batches, and all but the last one once more until they are added up. Parameters
+        of no unit get gradients all the way through backward, so theirs give way to others every time.
+        """
+        num_sums = self.num_sums(unit)
+        if not num_sums:
+            return 0
+        num_crossings = num_sums * self.num_micro_batches - (0 if unit.is_root else 1)
+        return num_crossings * round_up(unit.num_state_elements * FP32_BYTES, PAGE_BYTES)

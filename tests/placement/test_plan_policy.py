@@ -48,7 +48,10 @@ def test_forced_nvme_moves_the_bytes_of_the_formula() -> None:
 
 
 def test_horizontal_order_reads_weights_for_every_micro_batch_and_keeps_sums() -> None:
-    """Horizontal order costs 2A reads of the weights, less the turns, and fp32 sums that are spilled and counted."""
+    """Horizontal order costs 2A reads of the weights, less the turns, and fp32 sums that are spilled and counted.
+
+    A sum crosses A - 1 times; the root group's, to which gradients come all the way, once more.
+    """
     forced = ALL_ON_NVME.override("*", grads="nvme")
     plan = make_plan(request_400m(GIB, forced, schedule=Schedule.HORIZONTAL, num_micro_batches=3))
     units = decoder_400m()
@@ -59,8 +62,21 @@ def test_horizontal_order_reads_weights_for_every_micro_batch_and_keeps_sums() -
     assert traffic["weights"].read_bytes == 6 * weights - turns
     sums = sum(round_up(4 * count, PAGE_BYTES) for count in elements)
     finished = sum(round_up(2 * count, PAGE_BYTES) for count in elements)
-    assert traffic["gradients"].write_bytes == 2 * sums + finished
+    root = round_up(4 * elements[-1], PAGE_BYTES)
+    assert traffic["gradients"].write_bytes == traffic["gradients"].read_bytes == 2 * sums + root + finished
     assert {line.what: line.num_bytes for line in plan.disk}["gradients"] == sums
+
+
+def test_sums_of_several_visits_cross_once_more_before_they_are_added_up() -> None:
+    """Two visits of a tied unit have a sum each: A - 1 crossings of both, and one of that which is complete first."""
+    units = (unit_size("a", 64_000), unit_size("tied", 64_000, visits=2))
+    forced = ALL_ON_NVME.override("*", grads="nvme")
+    plan = make_plan(request_400m(128 * MIB, forced, units=units, schedule=Schedule.HORIZONTAL, num_micro_batches=4))
+    traffic = {line.what: line for line in plan.traffic}
+    finished = 2 * round_up(2 * 64_000, PAGE_BYTES)
+    assert traffic["gradients"].write_bytes == (3 + 7) * round_up(4 * 64_000, PAGE_BYTES) + finished
+    assert [unit.num_sums for unit in plan.units] == [1, 2]
+    assert plan.gradient_slot_bytes == 2 * round_up(4 * 64_000, PAGE_BYTES)
 
 
 def test_weights_then_gradients_then_tiles_fill_the_memory() -> None:
