@@ -21,7 +21,7 @@ from infinity.engine.optimizer import LrSchedule, Optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.results import StepResult
 from infinity.engine.update import Updater
-from infinity.errors import IllegalTransition, InfinityError
+from infinity.errors import IllegalTransition, InfinityError, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.placement.plan import Plan
 from infinity.states import Lifecycle
@@ -309,12 +309,18 @@ class Engine:
     def close(self) -> None:
         """Wait for what is in flight, remove the swap files, and give all memory back. Closing twice is fine.
 
+        Raises StorageError for what was in flight, unless the engine has FAILED with one before.
         The module gets its own forward back; its weights are gone unless they were saved.
         """
         if self._lifecycle.state is EngineState.CLOSED:
             return
+        has_failed = self._lifecycle.state is EngineState.FAILED
         self._lifecycle.to(EngineState.CLOSED)
-        self._parts.resources.close()
+        try:
+            self._parts.resources.close()
+        except StorageError:
+            if not has_failed:
+                raise
 
     def __enter__(self) -> Engine:
         return self
