@@ -20,7 +20,8 @@ EARLY_STEP, LATE_STEP = 5, 50
 NEEDED_BYTES = 12 << 30
 JOB = ["--model", "gpt-400m", "--seq-len", "256", "--micro-batch-size", "1", "--micro-batches", "4"]
 ON_NVME = ["--offload-optimizer", "nvme", "--offload-params", "nvme", "--cpu-memory", "1GiB"]
-IN_MEMORY = ["--offload-optimizer", "cpu", "--offload-params", "cpu"]
+# The compute alone: the same work, reruns included, without any disk.
+IN_MEMORY = ["--offload-optimizer", "cpu", "--offload-params", "cpu", "--set", "infinity.recompute=true"]
 
 
 def claims_of(run: TrainingRun, in_memory: TrainingRun, rates: DiskRates, base_bytes: int) -> list[Claim]:

@@ -94,11 +94,10 @@ def cached_bytes(directory: Path) -> int:
 
 
 def base_rss_bytes() -> int:
-    """Return the RSS of a process that has imported torch and trained one small unit, above which budgets count."""
+    """Return what a process has before any model exists, as the engine itself measures it; budgets count above it."""
     code = (
-        "import torch, infinity.engine; from infinity.memory.limits import rss_bytes;"
-        "unit = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()).bfloat16();"
-        "unit(torch.ones(8, 256, dtype=torch.bfloat16)).sum().backward(); print(rss_bytes())"
+        "import infinity.train.assemble; from infinity.memory.base import measure_base;"
+        "from infinity.memory.host_allocator import tune_host_allocator; tune_host_allocator(); print(measure_base())"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     return int(result.stdout)
