@@ -72,7 +72,7 @@ class CellParts:
         )  # fmt: skip
 
 
-def build_cells(layout: ShardLayout, extents: ShardExtents, grad_bytes: int, parts: CellParts) -> ShardCells:
+def build_cells(layout: ShardLayout, extents: ShardExtents, waiting_bytes: int, parts: CellParts) -> ShardCells:
     resident_bytes = sum(
         tile.extent_bytes for tile, extent in zip(layout.tiles, extents.tiles, strict=True) if extent is None
     )
@@ -90,7 +90,7 @@ def build_cells(layout: ShardLayout, extents: ShardExtents, grad_bytes: int, par
         layout=layout,
         weights=parts.place(extents.weights, layout.shard_weight_bytes, "weights", layout.name),
         tiles=tuple(tiles),
-        gradients=parts.place(extents.gradients, grad_bytes, "gradients", layout.name),
+        gradients=parts.place(extents.gradients, waiting_bytes, "gradients", layout.name),
     )
 
 

@@ -120,7 +120,12 @@ def shares_to_json(shares: Sequence[ShardShares]) -> list[dict[str, object]]:
 
 
 def _shares_to_json(shares: ShardShares) -> dict[str, object]:
-    return {"params": shares.params.value, "grads": shares.grads.value, "resident_tiles": sorted(shares.resident_tiles)}
+    return {
+        "params": shares.params.value,
+        "grads": shares.grads.value,
+        "resident_tiles": sorted(shares.resident_tiles),
+        "num_sums": shares.num_sums,
+    }
 
 
 def _where(extent: Extent | None, name: str) -> dict[str, object] | None:
@@ -142,7 +147,7 @@ def _read(path: Path) -> Commit:
             run_paths=tuple(Path(run) for run in content["directories"]),
             fingerprint=content["fingerprint"],
             shares=tuple(
-                ShardShares(Tier(one["params"]), Tier(one["grads"]), frozenset(one["resident_tiles"]))
+                ShardShares(Tier(one["params"]), Tier(one["grads"]), frozenset(one["resident_tiles"]), int(one["num_sums"]))
                 for one in content["shares"]
             ),
             file_bytes=tuple(content["file_bytes"]),

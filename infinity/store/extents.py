@@ -1,8 +1,10 @@
 """Which bytes of which file belong to what: pure arithmetic, done before any file exists; no I/O.
 
 An extent is a run of whole pages in one file. Weights have one extent a shard, gradients one extent a shard, optimizer state
-one extent a tile. Extents of one kind go round over the directories, each to the one that is least full for its weight, so
-that equal directories are filled in turn and consecutive tiles are read from different disks.
+one extent a tile. Where fp32 sums of a gradient wait before it is finished, its extent has room for all of them, one behind
+the other, and the finished gradient takes the place of the first. Extents of one kind go round over the directories, each to
+the one that is least full for its weight, so that equal directories are filled in turn and consecutive tiles are read from
+different disks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.states import Tier
-from infinity.store.layout import ShardLayout, Tile
+from infinity.store.layout import ELEMENT_BYTES, ShardLayout, Tile
 from infinity.store.shares import ShardShares
 
 Shards = Sequence[tuple[ShardLayout, ShardShares]]
@@ -54,7 +56,7 @@ def plan_extents(shards: Shards, *, grad_element_bytes: int, directory_weights: 
     placed = []
     for layout, shares in shards:
         weight_bytes = layout.shard_weight_bytes if shares.params is Tier.NVME else 0
-        grad_bytes = layout.grad_bytes(grad_element_bytes) if shares.grads is Tier.NVME else 0
+        grad_bytes = waiting_bytes(layout, shares, grad_element_bytes) if shares.grads is Tier.NVME else 0
         placed.append(
             ShardExtents(
                 weights=stripes.place("weights", weight_bytes),
@@ -66,6 +68,16 @@ def plan_extents(shards: Shards, *, grad_element_bytes: int, directory_weights: 
             )
         )
     return ExtentTable(tuple(placed), stripes.file_bytes())
+
+
+def sum_bytes(layout: ShardLayout) -> int:
+    """Return the bytes of one fp32 sum of the shard's gradient, in whole pages."""
+    return layout.grad_bytes(ELEMENT_BYTES["float32"])
+
+
+def waiting_bytes(layout: ShardLayout, shares: ShardShares, grad_element_bytes: int) -> int:
+    """Return the bytes in which a shard's gradient waits, finished or as sums, in whole pages."""
+    return max(layout.grad_bytes(grad_element_bytes), shares.num_sums * sum_bytes(layout))
 
 
 def plan_resident_extents(shards: Shards) -> ExtentTable:

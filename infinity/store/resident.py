@@ -20,9 +20,10 @@ class ResidentBytes:
         _copy(into.part(0, length), self.buffer.part(offset, length))
         return Ready(None)
 
-    def write(self, source: Buffer) -> Handle[None]:
-        """Copy the first bytes of `source` over all of these."""
-        _copy(self.buffer, source.part(0, self.buffer.num_bytes))
+    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
+        """Copy the first bytes of `source` over these from `offset`, to the end unless `num_bytes` is given."""
+        length = self.buffer.num_bytes - offset if num_bytes is None else num_bytes
+        _copy(self.buffer.part(offset, length), source.part(0, length))
         return Ready(None)
 
 
@@ -32,7 +33,7 @@ class NoBytes:
     def read(self, into: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
         return Ready(None)
 
-    def write(self, source: Buffer) -> Handle[None]:
+    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
         return Ready(None)
 
 

@@ -14,3 +14,4 @@ class ShardShares:
     params: Tier
     grads: Tier
     resident_tiles: frozenset[int]  # indices of the tiles of optimizer state that stay in RAM
+    num_sums: int = 0  # fp32 sums of the gradient that wait, before it is finished, where it then waits itself

@@ -28,6 +28,8 @@ from infinity.store.extents import (
     gradient_window,
     plan_extents,
     plan_resident_extents,
+    sum_bytes,
+    waiting_bytes,
 )
 from infinity.store.layout import Tile
 from infinity.store.resident import ResidentBytes
@@ -93,17 +95,36 @@ class Store:
         return self._shard(shard).weights.write(source)
 
     def gradients(self, shard: int) -> Buffer | None:
-        """Return the resident gradient; None when it is spilled or the shard has none."""
+        """Return where the resident gradient waits, and before it is finished its sums one behind the other.
+
+        None when they are spilled or the shard has none.
+        """
         return _buffer_of(self._shard(shard).gradients)
 
     def publish_gradients(self, shard: int, source: Buffer) -> Handle[None]:
-        """Make the first `grad_bytes` of `source` the shard's gradient; it is in use until the handle is done."""
-        return self._shard(shard).gradients.write(source)
+        """Make the first `grad_bytes` of `source` the shard's gradient; it is in use until the handle is done.
+
+        It takes the place of the shard's first sum.
+        """
+        cells = self._shard(shard)
+        return cells.gradients.write(source, num_bytes=cells.layout.grad_bytes(self._grad_element_bytes))
 
     def fetch_gradients(self, tile: Tile, into: Buffer) -> Handle[None]:
         """Read the pages of the tile's gradients into `into`; `extents.gradient_window` says where in them they begin."""
         window = gradient_window(tile, self._grad_element_bytes)
         return self._shard(tile.shard).gradients.read(into, offset=window.offset, num_bytes=window.num_bytes)
+
+    def publish_sum(self, shard: int, number: int, source: Buffer) -> Handle[None]:
+        """Make the first bytes of `source` one of the shard's `num_sums` sums; it is in use until the handle is done."""
+        cells = self._shard(shard)
+        num_bytes = sum_bytes(cells.layout)
+        return cells.gradients.write(source, offset=number * num_bytes, num_bytes=num_bytes)
+
+    def fetch_sum(self, shard: int, number: int, into: Buffer) -> Handle[None]:
+        """Read one of the shard's sums into the start of `into`."""
+        cells = self._shard(shard)
+        num_bytes = sum_bytes(cells.layout)
+        return cells.gradients.read(into, offset=number * num_bytes, num_bytes=num_bytes)
 
     def sync(self) -> None:
         """Wait for every write and make it durable. Raises the first error of a write."""
@@ -225,8 +246,8 @@ def open_store(
         pool = _open_slots(table, num_tile_slots, ledger=ledger, resources=resources)
         parts = CellParts(io, space, pool, ledger, pin, resources)
         cells = [
-            build_cells(layout, extents, layout.grad_bytes(grad_element_bytes), parts)
-            for (layout, _), extents in zip(shards, table.shards, strict=True)
+            build_cells(layout, extents, waiting_bytes(layout, shares, grad_element_bytes), parts)
+            for (layout, shares), extents in zip(shards, table.shards, strict=True)
         ]
         if adopt is not None:
             _read_resident(shards, cells, space, engine, recorder)

@@ -41,12 +41,12 @@ class SwapIo:
         self._lifecycle = Lifecycle("Store", IoState.OPEN, _IO_MOVES)
 
     def read(self, extent: Extent, into: Buffer) -> Handle[None]:
-        """Read a whole extent. Raises StorageError for a buffer that is too small."""
+        """Read an extent, or a part of one. Raises StorageError for a buffer that is too small."""
         self._recorder.count("nvme_read_bytes", extent.num_bytes)
         return self._submit(Op.READ, extent, into)
 
     def write(self, extent: Extent, source: Buffer, *, counters: Sequence[str] = ()) -> Handle[None]:
-        """Write a whole extent; `counters` are counted beside `nvme_write_bytes`."""
+        """Write an extent, or a part of one; `counters` are counted beside `nvme_write_bytes`."""
         for name in ("nvme_write_bytes", *counters):
             self._recorder.count(name, extent.num_bytes)
         return self._submit(Op.WRITE, extent, source)
@@ -110,18 +110,17 @@ class SwappedBytes:
             self._settle()
             if self._last_write is None:
                 raise IllegalTransition(f"{self._name}: read before anything was written.")
-            length = self.extent.num_bytes - offset if num_bytes is None else num_bytes
-            handle = self._io.read(Extent(self.extent.file, self.extent.offset + offset, length), into)
+            handle = self._io.read(self._part(offset, num_bytes), into)
             self._reads = [read for read in self._reads if not read.done()] + [handle]
             return handle
 
-    def write(self, source: Buffer) -> Handle[None]:
-        """Write the whole extent."""
+    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
+        """Write whole pages, from `offset` in the extent to its end unless `num_bytes` is given."""
         with self._lock:
             self._settle()
             self._finish_reads()
             self._before_write()
-            self._last_write = self._io.write(self.extent, source, counters=self._counters)
+            self._last_write = self._io.write(self._part(offset, num_bytes), source, counters=self._counters)
             return self._last_write
 
     def settle(self) -> None:
@@ -140,6 +139,14 @@ class SwappedBytes:
     def written(self) -> bool:
         """Whether a write was ever begun."""
         return self._last_write is not None
+
+    def _part(self, offset: int, num_bytes: int | None) -> Extent:
+        length = self.extent.num_bytes - offset if num_bytes is None else num_bytes
+        if offset + length > self.extent.num_bytes:
+            raise IllegalTransition(
+                f"{self._name}: {length} bytes from offset {offset} are not inside its {self.extent.num_bytes} bytes."
+            )
+        return Extent(self.extent.file, self.extent.offset + offset, length)
 
     def _settle(self) -> None:
         if self._last_write is not None:

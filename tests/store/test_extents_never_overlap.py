@@ -8,7 +8,14 @@ from store_cases import in_memory, odd_layouts
 
 from infinity.byte_sizes import PAGE_BYTES
 from infinity.states import Tier
-from infinity.store.extents import ExtentTable, Shards, gradient_window, plan_extents, plan_resident_extents
+from infinity.store.extents import (
+    ExtentTable,
+    Shards,
+    gradient_window,
+    plan_extents,
+    plan_resident_extents,
+    sum_bytes,
+)
 from infinity.store.layout import ParameterSpec, shard_layout
 from infinity.store.shares import ShardShares
 
@@ -25,7 +32,8 @@ def any_shards(draw: st.DrawFn) -> Shards:
         ]
         layout = shard_layout(index, f"unit{index}", specs, tile_elements=draw(st.sampled_from([64, 1024])))
         resident = draw(st.frozensets(st.integers(0, max(0, len(layout.tiles) - 1))))
-        shards.append((layout, ShardShares(draw(st.sampled_from(Tier)), draw(st.sampled_from(Tier)), resident)))
+        num_sums = draw(st.integers(0, 3))
+        shards.append((layout, ShardShares(draw(st.sampled_from(Tier)), draw(st.sampled_from(Tier)), resident, num_sums)))
     return shards
 
 
@@ -50,6 +58,9 @@ def test_extents_are_disjoint_and_fill_each_file(shards: Shards, num_directories
         for tile, extent in zip(layout.tiles, extents.tiles, strict=True):
             assert (extent is None) == (tile.index in shares.resident_tiles)
             assert extent is None or extent.num_bytes == tile.extent_bytes
+        waiting = extents.gradients.num_bytes if extents.gradients else 0
+        is_spilled = shares.grads is Tier.NVME and layout.num_state_elements > 0
+        assert waiting == (max(shares.num_sums * sum_bytes(layout), layout.grad_bytes(grad_element_bytes)) * is_spilled)
 
 
 @given(any_shards())
