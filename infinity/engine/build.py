@@ -20,6 +20,7 @@ from infinity.engine.determinism import compute_deterministically
 from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import committed_run, committed_state
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
+from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import (
@@ -40,6 +41,7 @@ from infinity.engine.reserve import (
 from infinity.engine.take_over import move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.waiting_gradients import WaitingGradients
+from infinity.engine.waiting_sums import WaitingSums
 from infinity.errors import IllegalTransition
 from infinity.memory.base import measure_base
 from infinity.memory.device import ComputeDevice, open_compute_device
@@ -156,6 +158,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     device, transfers = compute.torch_device, compute.transfers
     if config.infinity.deterministic:
         compute_deterministically(resources)
+    model_notes = settle_model(model, resources)
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
     recorder = Recorder(max_spans=_MAX_SPANS)
     pin = config.pin_memory and compute.memory is not None
@@ -222,7 +225,17 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         transfers=transfers,
         on_device=open_device_gradient(pieces, compute, ELEMENT_BYTES[grad_dtype], ledger, resources),
     )
-    sums = GradientSums(shards, gradients)
+    waiting_sums = WaitingSums(
+        store=store,
+        layouts=pieces.layouts,
+        num_sums={layout.index: shares.num_sums for layout, shares in placed},
+        slots=gradient_slots,
+        gradients=gradients,
+        update_now=weights.update_now,
+        ledger=ledger,
+    )
+    resources.callback(waiting_sums.close)
+    sums = GradientSums(shards, gradients, waiting_sums)
     randomness = Randomness(config.seed, device)
     activations = open_activation_meter(
         ledger, compute, host_base_bytes=request.base_bytes, planned_bytes=plan.memory_bytes(Tier.CPU)
@@ -277,7 +290,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             persistence=persistence,
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
-            notes=(*request.notes, *io_notes),
+            notes=(*request.notes, *model_notes, *io_notes),
             resources=resources.pop_all(),
         )
     )
