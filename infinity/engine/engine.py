@@ -214,6 +214,8 @@ class Engine:
         index = self._num_forwards
         micro_batch = MicroBatch(index, index)
         self._begin_forward()
+        if index == 0 and parts.num_micro_batches > 1:
+            parts.walk.sums.outlast_micro_batches()
         self._num_forwards += 1
         with self._failing_on_io(), parts.randomness.borrowed():
             parts.walk.begin(micro_batch)

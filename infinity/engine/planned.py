@@ -91,7 +91,7 @@ def _names_gpu(optim: ShareChoice) -> bool:
 
 def shares_of(unit: UnitPlan) -> ShardShares:
     """Return what the store needs to know of a unit's plan."""
-    return ShardShares(params=unit.params, grads=unit.grads, resident_tiles=unit.resident_tiles)
+    return ShardShares(unit.params, unit.grads, unit.resident_tiles, unit.num_sums)
 
 
 def residencies_of(pieces: CutModel, plan: Plan) -> dict[int, Residency]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.handles import Handle
+from infinity.handles import Handle, Ready
 from infinity.memory.pool import BufferPool, Lease
 from infinity.memory.transfer import Transfers
 from infinity.optim.grad_norm import shard_sum_of_squares
@@ -78,6 +78,18 @@ class WaitingGradients:
         self._leaving = _Leaving(shard, touched, self._transfers.to_host(self._filled(shard), self._host(shard)))
         if self._leaving.arrived.done():
             self._settle()
+
+    def host(self, shard: int, lease: Lease | None) -> torch.Tensor:
+        """Return the tensor to fill in host memory; a spilled gradient leaves through the given lease of a slot."""
+        self._settle()
+        if lease is not None:
+            self._leases[shard] = lease
+        return self._host(shard)
+
+    def publish_host(self, shard: int, touched: frozenset[str]) -> None:
+        """Measure the gradient that was filled in host memory, and let it wait, or write it out."""
+        self._leaving = _Leaving(shard, touched, Ready(None))
+        self._settle()
 
     def _settle(self) -> None:
         """Measure the gradient that is leaving when it is there, and let it wait, or write it out."""
