@@ -15,7 +15,7 @@ import torch
 
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import IllegalTransition, OverBudget
-from infinity.handles import AllOf
+from infinity.handles import AllOf, Handle
 from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, Lease
@@ -126,9 +126,13 @@ class WaitingSums:
         if held is None:
             return
         num_bytes = sum_bytes(self._layouts[held.shard])
-        parts = [(number, held.lease.buffer.part(number * num_bytes, num_bytes)) for number in sorted(held.numbers)]
-        writes = [self._store.publish_sum(held.shard, number, part) for number, part in parts]
-        held.lease.release_after(AllOf(writes))
+        writes: list[Handle[None]] = []
+        try:
+            for number in sorted(held.numbers):
+                part = held.lease.buffer.part(number * num_bytes, num_bytes)
+                writes.append(self._store.publish_sum(held.shard, number, part))
+        finally:  # also where an earlier write of the same sums has failed
+            held.lease.release_after(AllOf(writes))
 
     def _open_unplanned(self, shard: int, number: int, num_bytes: int) -> Buffer:
         try:

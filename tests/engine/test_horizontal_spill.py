@@ -29,10 +29,12 @@ from kit import (
     train_familiarly,
 )
 
+from infinity.aio.faults import Fault, FaultKind, FaultyEngine
+from infinity.aio.request import Op
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine import Engine, reserve
 from infinity.engine.engine import EngineState
-from infinity.errors import OverBudget
+from infinity.errors import OverBudget, StorageError
 from infinity.placement import Owner, Placement
 from infinity.states import Tier
 
@@ -287,3 +289,22 @@ def test_a_step_that_failed_leaves_no_sum_behind(nvme: Path) -> None:
         engine.train_batch(TINY_GPT.batches(1, A, torch.bfloat16))
         state = engine.state_dict()
     require_same_state(state, train(TINY_GPT, settings(nvme, num_micro_batches=A), num_steps=2).state)
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
+def test_a_disk_error_of_a_sum_is_raised_and_everything_is_given_back(
+    op: Op, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is lost, so the step is: a StorageError leaves the engine FAILED, and close leaves neither file nor memory."""
+    num_bytes = 4 * WIDTH * WIDTH  # nothing else is as large: tiles are smaller, finished gradients half of it
+    real = reserve.open_engine
+    fault = Fault(FaultKind.ERROR, lambda request: request.op is op and request.length == num_bytes)
+    monkeypatch.setattr(reserve, "open_engine", lambda *args, **kwargs: FaultyEngine(real(*args, **kwargs), [fault]))
+    config = horizontal(nvme, optim="nvme", params="nvme", check=False)
+    with open_engine(WIDE_BULK.build(), config, placement=all_spilled(config)) as engine:
+        with pytest.raises(StorageError, match="Input/output error"):
+            engine.train_batch(WIDE_BULK.batches(0, A, torch.bfloat16))
+        assert engine.state is EngineState.FAILED
+    assert list(nvme.iterdir()) == []
+    used = {line.owner: line.used_bytes for line in engine.memory_report()}
+    assert {owner for owner, left in used.items() if left} <= {"activations"}
