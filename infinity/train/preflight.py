@@ -12,7 +12,7 @@ from pathlib import Path
 from infinity.aio.select import Probe, probe
 from infinity.byte_sizes import format_bytes
 from infinity.checkpoint.completeness import latest, verify
-from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.manifest import MANIFEST, read_manifest
 from infinity.config import BatchSizes, Config
 from infinity.data.corpus import Corpus, open_corpus, require_sequences, standard_library
 from infinity.errors import CheckpointError, ConfigError, SwapSpaceError
@@ -60,7 +60,7 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
     resume_from = _find_checkpoint(options.resume, output, reporter)
     with ExitStack() as undo:
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
-        _require_space(options.config, parameter_count(gpt), directories)
+        _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - _adopted_bytes(resume_from), directories)
         found = _probe(options.config, directories, reporter)
         checked = Checked(
             options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, host_limit_bytes()
@@ -140,9 +140,14 @@ def _remove_if_empty(path: Path) -> None:
         path.rmdir()
 
 
-def _require_space(config: Config, num_parameters: int, directories: Iterable[DirectoryFacts]) -> None:
+def _adopted_bytes(checkpoint: Path | None) -> int:
+    """Return what a checkpoint in place has on disk: the run goes on in these files and needs no others."""
+    return sum(record.num_bytes for record in read_manifest(checkpoint).swap_files) if checkpoint else 0
+
+
+def _require_space(needed_bytes: int, directories: Iterable[DirectoryFacts]) -> None:
     free_by_device = {facts.path.stat().st_dev: facts.free_bytes for facts in directories}
-    needed_bytes, free_bytes = least_nvme_bytes(config, num_parameters), sum(free_by_device.values())
+    free_bytes = sum(free_by_device.values())
     if needed_bytes > free_bytes:
         names = ", ".join(str(facts.path) for facts in directories)
         raise SwapSpaceError(

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from training_fakes import Remembering, fake_options
 
+from infinity.checkpoint.manifest import CheckpointState, Counters, FileRecord, Fingerprint
+from infinity.checkpoint.writer import write_checkpoint
 from infinity.config import Layer
 from infinity.errors import DataError, SwapSpaceError
 from infinity.train.options import native_bf16, resolve_config
@@ -41,6 +43,21 @@ def test_a_directory_made_for_a_run_that_cannot_start_goes_again(tmp_path: Path,
         with pytest.raises(SwapSpaceError, match=r"needs 783.06 GiB \(\d+ bytes\), .* are free"):
             check_run(options, Remembering())
         assert directory.exists() is stays
+
+
+def test_a_checkpoint_in_place_needs_no_second_room(tmp_path: Path, data: Path) -> None:
+    """Where the swap files of a checkpoint in place fill the disk, resuming goes on in them and asks for no more space."""
+    directory, swap = tmp_path / "nvme", tmp_path / "swap.bin"
+    with swap.open("wb") as file:
+        file.truncate(800 << 30)  # sparse
+    state = CheckpointState(Fingerprint((), {}), "bf16", Counters(3, 3, 0, 3, {}), {}, None)
+    place = write_checkpoint(tmp_path / "checkpoints", (), state, swap_files=[FileRecord(str(swap), 800 << 30, None)])
+    forced = {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_param.device": "nvme"}
+    config = config_for(directory, **forced)
+    options = replace(fake_options(tmp_path / "out", data), model="gpt-70b", config=config)
+    assert check_run(replace(options, resume=str(place)), Remembering()).resume_from == place
+    with pytest.raises(SwapSpaceError, match=r"needs 783.06 GiB"):
+        check_run(options, Remembering())
 
 
 def test_bad_data_are_found_before_any_directory_is_made(tmp_path: Path, data: Path) -> None:
