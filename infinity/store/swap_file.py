@@ -41,10 +41,10 @@ def require_space(needs: Sequence[tuple[Path, int]]) -> None:
 def create_swap_file(path: Path, num_bytes: int) -> DirectFile:
     """Create a file of `num_bytes` with all its blocks reserved.
 
+    It may take what `require_space` keeps free, for a commit in place is what rescues a run when the disk is nearly full.
     Raises SwapSpaceError, naming directory, needed and free bytes, when the file system or a quota has no room for it, and
     StorageError for anything else; then no file is left behind.
     """
-    require_space(((path.parent, num_bytes),))
     file = open_direct(path, create=True)
     try:
         if num_bytes:

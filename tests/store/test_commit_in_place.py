@@ -29,6 +29,7 @@ from infinity.store.commit import read_commit
 from infinity.store.directory import RunState, list_runs, remove_dead_runs
 from infinity.store.layout import ParameterSpec, shard_layout
 from infinity.store.shares import ShardShares
+from infinity.store.swap_file import require_space
 
 MANIFEST = {"step": 12, "random": [1, 2, 3]}
 
@@ -56,6 +57,23 @@ def test_an_adopted_store_has_every_committed_byte(
     assert_same_bytes(read_store(adopted, shards), expected)
     adopted.close()
     assert [run.state for directory in directories for run in list_runs(directory)] == [RunState.COMMITTED] * num_directories
+
+
+def test_a_commit_may_use_what_is_kept_free(small_disk: Path, threads_engine: Engine) -> None:
+    """With less free than a new run would have to leave, but enough for what is in RAM, the run is still rescued."""
+    layout = shard_layout(0, "small", [ParameterSpec("p", (1 << 12,), "float32", True)], tile_elements=1 << 9)
+    shards = [(layout, ShardShares(Tier.NVME, Tier.CPU, frozenset({0})))]
+    store = make_store([small_disk], threads_engine, shards)
+    expected = fill_store(store, shards)
+    facts = os.statvfs(small_disk)
+    (small_disk / "other-data").write_bytes(bytes((facts.f_bavail - 8) * facts.f_frsize))
+    with pytest.raises(SwapSpaceError, match="are needed"):
+        require_space([(small_disk, 4096)])
+    store.commit_in_place(MANIFEST)
+    store.close(keep=True)
+    adopted = make_store([], threads_engine, shards, adopt=small_disk / "infinity-test")
+    assert_same_bytes(read_store(adopted, shards), expected)
+    adopted.close()
 
 
 @pytest.mark.parametrize("adopt", [False, True])
@@ -169,7 +187,7 @@ def test_no_room_for_the_resident_part_is_said_and_leaves_no_half(small_disk: Pa
     shards = [(layout, ShardShares(Tier.CPU, Tier.CPU, frozenset(range(len(layout.tiles) // 2))))]
     store = make_store([small_disk], threads_engine, shards)
     expected = fill_store(store, shards)
-    with pytest.raises(SwapSpaceError, match=f"{small_disk}.*are needed"):
+    with pytest.raises(SwapSpaceError, match=f"{small_disk}.*cannot reserve {3 << 20} bytes"):
         store.commit_in_place(MANIFEST)
     assert sorted(path.name for path in store.directories[0].iterdir()) == ["lock", "owner.json", "swap.bin"]
     assert_same_bytes(read_store(store, shards), expected)
