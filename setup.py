@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ HERE = Path(__file__).parent
 
 
 def aio_modules() -> list[str]:
-    """Return the cffi builders to run: none where liburing is absent, so that the package still builds."""
+    """Return the cffi builders to run: none where liburing or cffi is absent, so that the package still builds."""
+    if importlib.util.find_spec("cffi") is None:
+        sys.stderr.write("infinity._aio is left out: cffi is not installed (thread engine only).\n")
+        return []
     if runpy.run_path(str(HERE / "csrc" / "aio" / "build.py"))["find_liburing"]() is None:
         sys.stderr.write("infinity._aio is left out: liburing's header and library were not found (thread engine only).\n")
         return []
@@ -33,4 +37,6 @@ def cpu_adam_modules() -> list[Pybind11Extension]:
     ]  # fmt: skip
 
 
-setup(ext_modules=cpu_adam_modules(), cmdclass={"build_ext": build_ext}, cffi_modules=aio_modules())
+modules = aio_modules()
+# Without cffi, setuptools does not know its keyword.
+setup(ext_modules=cpu_adam_modules(), cmdclass={"build_ext": build_ext}, **({"cffi_modules": modules} if modules else {}))

@@ -13,7 +13,10 @@ _CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def compute_deterministically(resources: ExitStack) -> None:
-    """Let torch use deterministic kernels only; operations that have none raise. `resources` restores the setting."""
+    """Let torch use deterministic kernels only; operations that have none raise. `resources` restores the setting.
+
+    A process that multiplied on a GPU before must have set CUBLAS_WORKSPACE_CONFIG by then; torch says so otherwise.
+    """
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     resources.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
     os.environ.setdefault(*_CUBLAS_WORKSPACE)
