@@ -90,6 +90,11 @@ def _require_plain(model: nn.Module) -> None:
                 f"Parameter {name} has dtype {parameter.dtype}; infinity trains float32, bfloat16 and float16 parameters.",
                 remedy="Convert it, or register it as a buffer if it is not trained.",
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"Parameter {name} has a gradient hook, which would never be called: others take its place in forward.",
+                remedy="Remove the hook; gradient_clipping and the optimizer's settings are in the configuration.",
+            )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(

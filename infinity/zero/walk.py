@@ -118,7 +118,10 @@ class Walk:
         self._arrivals.arrive(index)
         micro_batch.enter(index)
         try:
-            return self._made(index, micro_batch, arguments, inputs)
+            trainable = any(binding.trainable for binding in runtime.bindings)
+            if torch.is_grad_enabled() and (trainable or any(tensor.requires_grad for tensor in inputs)):
+                return self._with_backward(index, micro_batch, arguments, inputs, trainable)
+            return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
         finally:
             micro_batch.position += 1
             self._begin_stretch(micro_batch)
@@ -138,18 +141,16 @@ class Walk:
         with torch.no_grad():
             return plain_call(runtime, None, args, kwargs)
 
-    def _made(self, index: int, micro_batch: MicroBatch, arguments: Structure, inputs: Sequence[torch.Tensor]) -> Any:
-        """Make the call in the way that the unit, the inputs and the grad mode ask for."""
+    def _with_backward(
+        self, index: int, micro_batch: MicroBatch, arguments: Structure, inputs: Sequence[torch.Tensor], trainable: bool
+    ) -> Any:
+        """Make a call that has a backward visit: as a rerun node, or under ordinary autograd."""
         runtime = self._units[index]
-        trainable = any(binding.trainable for binding in runtime.bindings)
-        wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
-        if not torch.is_grad_enabled() or not (trainable or wanted):  # no backward visit
-            args, kwargs = arguments.fill(inputs)
-            return plain_call(runtime, (micro_batch.global_index, micro_batch.position), args, kwargs)
         first_of_tail = micro_batch.straight and micro_batch.last_call is None
         rerun = self._rerun[index] and not first_of_tail
         anchor = torch.zeros((), requires_grad=trainable) if rerun else None
         if micro_batch.learning or first_of_tail:
+            wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
             micro_batch.last_call = LastCall(micro_batch.visits[-1], wanted, anchor)
             micro_batch.leaves.clear()
         if anchor is None:
@@ -195,7 +196,8 @@ def _aliased(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _refuse(parameter: str) -> Callable[[torch.Tensor], None]:
-    def refuse(_: torch.Tensor) -> None:
+    def refuse(tensor: torch.Tensor) -> None:
+        tensor.grad = None
         raise ModelError(
             f"Parameter {parameter} was used outside its unit, where its gradient would be lost.",
             remedy="Use it inside its unit's forward, or list in infinity.units the modules that are to be units, without "

@@ -90,3 +90,32 @@ def test_a_frozen_parameter_of_no_unit():
     steps = same_in_every_way(model, token_loss(3), 3, against_torch=1e-5)
     assert "norm.weight" not in steps[0][1]
     assert "scale" in steps[0][1]
+
+
+class Noting(nn.Module):
+    """A frozen unit that appends to a list among its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x, seen):
+        seen.append(float(x.mean()))
+        return self.linear(x)
+
+
+def test_a_unit_without_backward_may_change_its_lists():
+    """It runs once, with the caller's own list."""
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Noting(), nn.Linear(16, 16)])
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x, seen)).square().mean()
+
+    harness = Harness(Model())
+    harness.step(lambda model, k: model(torch.full((2, 16), float(k))), 3)
+    assert sorted(seen) == [0.0, 0.0, 1.0, 2.0]  # the first micro-batch also taught the order
