@@ -281,7 +281,8 @@ class Engine:
     ) -> Path:
         """Write `<directory>/step-<n>` and return its path; `extra` is JSON-able and comes back from `load_checkpoint`.
 
-        With `keep`, only the newest that many complete checkpoints remain. Raises CheckpointError, SwapSpaceError.
+        With `keep`, only the newest that many complete checkpoints remain, unless this one had to be committed in place.
+        Raises CheckpointError, SwapSpaceError.
         """
         self.synchronize()
         return self._parts.persistence.save(

@@ -18,8 +18,11 @@ from infinity.store.commit import read_commit
 from infinity.store.store import Store
 
 
-def commit_in_place(store: Store, directory: Path, state: CheckpointState, *, buffers: UnitSource, keep: int | None) -> Path:
-    """Commit the store's swap files and write a checkpoint that refers to them; return its path."""
+def commit_in_place(store: Store, directory: Path, state: CheckpointState, *, buffers: UnitSource) -> Path:
+    """Commit the store's swap files and write a checkpoint that refers to them; return its path.
+
+    No earlier checkpoint is removed: this one is gone with the next update, and a copy must not go for it.
+    """
     store.commit_in_place(state_to_json(state))
     swap_files = [
         FileRecord(str(file.resolve()), file.stat().st_size, None)
@@ -27,7 +30,7 @@ def commit_in_place(store: Store, directory: Path, state: CheckpointState, *, bu
         for file in sorted(run.iterdir())
         if file.suffix in (".bin", ".json") and file.name != "owner.json"
     ]
-    return write_checkpoint(directory, (), state, buffers=buffers, swap_files=swap_files, keep=keep)
+    return write_checkpoint(directory, (), state, buffers=buffers, swap_files=swap_files)
 
 
 def committed_run(checkpoint: Path) -> Path | None:

@@ -100,7 +100,7 @@ class Persistence:
         except SwapSpaceError:
             if not self._store.directories:
                 raise
-        return commit_in_place(self._store, directory, state, buffers=buffers, keep=keep)
+        return commit_in_place(self._store, directory, state, buffers=buffers)
 
     def load(self, path: Path) -> Restored:
         """Replace the whole state by a checkpoint's."""
