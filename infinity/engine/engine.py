@@ -232,9 +232,16 @@ class Engine:
         return self._gated(output)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step."""
+        """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step.
+
+        An exception discards the step: part of the gradient was summed already.
+        """
         with self._failing_on_io():
-            loss.backward()  # type: ignore[no-untyped-call]
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException:
+                self._abandon_step()
+                raise
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -388,7 +395,8 @@ class Engine:
         parts.walk.sums.discard()
         parts.updater.discard()
         self._num_forwards = self._num_backwards = 0
-        self._lifecycle.to(EngineState.READY)
+        if self._lifecycle.state not in (EngineState.READY, *_ENDS):
+            self._lifecycle.to(EngineState.READY)
 
     def _drain(self) -> None:
         self._parts.updater.finish_pending()

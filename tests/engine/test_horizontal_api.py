@@ -198,6 +198,33 @@ def test_an_exception_in_the_model_discards_the_step(tiers: tuple[str, str], nvm
     require_same(run, expected)
 
 
+@pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "cpu")], ids="-".join)
+def test_an_exception_in_backward_discards_the_step(tiers: tuple[str, str], nvme: Path) -> None:
+    """A hook of the user that raises leaves no half-summed gradient: the steps that follow are those without it."""
+    config = settings(nvme, optim=tiers[0], params=tiers[1], num_micro_batches=2)
+    expected = train(TINY_GPT, config, num_steps=2)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    def hook(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    run = Run()
+    with open_engine(TINY_GPT.build(), config) as engine:
+        for step in range(2):
+            handle = engine.module.get_submodule("blocks.0").register_forward_hook(hook)
+            loss = engine(*TINY_GPT.batches(9, 1, torch.bfloat16)[0])
+            handle.remove()
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+            assert engine.state is EngineState.READY
+            run.losses.append(step_familiarly(engine, step, 2))
+        run.state = engine.state_dict()
+    require_same(run, expected)
+
+
 def test_misuse_is_named(nvme: Path) -> None:
     """Each call that has no meaning in the engine's state is one sentence with a remedy, and changes nothing."""
     with open_engine(TINY_GPT.build(), settings(nvme, num_micro_batches=2, **NVME)) as engine:
