@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -156,7 +156,7 @@ class Engine:
     # Vertical
 
     def train_batch(
-        self, micro_batches: Sequence[Any], weights: Sequence[float] | None = None, loss_fn: LossFunction | None = None
+        self, micro_batches: Iterable[Any], weights: Sequence[float] | None = None, loss_fn: LossFunction | None = None
     ) -> StepResult:
         """Take one step over the micro-batches: forward, backward and update.
 
@@ -164,22 +164,17 @@ class Engine:
         output with `.loss`; `loss_fn(output, micro_batch)` computes it otherwise. `weights` (token counts) make the mean
         right where micro-batches differ in size. The order of work is `infinity.schedule` of the configuration.
 
-        Raises ModelError for modules that cannot be trained exactly, StorageError, OverBudget.
+        Raises IllegalTransition in the middle of another step and for what is no list of micro-batches, ModelError for
+        modules that cannot be trained exactly, StorageError, OverBudget.
         """
-        self._require_usable()
-        if not micro_batches:
-            raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
-        if self._num_forwards:
-            raise IllegalTransition(
-                f"train_batch was called {self._num_forwards} forward passes into a step of the familiar loop.",
-                remedy="Finish that step with engine.step() first.",
-            )
+        self._require_between_steps()
+        batches = _listed(micro_batches)
         parts = self._parts
-        shares = coefficients(weights, len(micro_batches))
-        walking = [MicroBatch(index, index) for index in range(len(micro_batches))]
+        shares = coefficients(weights, len(batches))
+        walking = [MicroBatch(index, index) for index in range(len(batches))]
 
         def forward_loss(walker: MicroBatch) -> torch.Tensor:
-            micro_batch = _on_device(micro_batches[walker.index], parts.device)
+            micro_batch = _on_device(batches[walker.index], parts.device)
             return find_loss(call_module(parts.module, micro_batch), micro_batch, loss_fn)
 
         self._begin_forward()
@@ -408,8 +403,32 @@ class Engine:
                 f"The engine is {self._lifecycle.state.name}.", remedy="Make a new one and load its last checkpoint."
             )
 
+    def _require_between_steps(self) -> None:
+        self._require_usable()
+        if self._num_forwards:
+            raise IllegalTransition(
+                f"train_batch was called {self._num_forwards} forward passes into a step of the familiar loop.",
+                remedy="Finish that step with engine.step() first.",
+            )
+        if self._lifecycle.state is not EngineState.READY:
+            raise IllegalTransition(
+                "train_batch was called while the engine's own module runs.", remedy="Call it when the step before is done."
+            )
+
     def _failing_on_io(self) -> _FailsOnIo:
         return _FailsOnIo(self._lifecycle)
+
+
+def _listed(micro_batches: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, torch.Tensor | Mapping | str):
+        raise IllegalTransition(
+            f"train_batch got a {type(micro_batches).__name__} instead of a list of micro-batches.",
+            remedy="Give [micro_batch, ...], also for a single one.",
+        )
+    listed = tuple(micro_batches)
+    if not listed:
+        raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
+    return listed
 
 
 class _Gate(torch.autograd.Function):

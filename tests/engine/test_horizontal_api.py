@@ -232,6 +232,9 @@ def test_misuse_is_named(nvme: Path) -> None:
         batch = TINY_GPT.batches(0, 1, torch.bfloat16)[0]
         with pytest.raises(IllegalTransition, match="no micro-batches"):
             engine.train_batch([])
+        for wrong in (batch[0], {"tokens": batch[0]}, 3, None, "batch"):
+            with pytest.raises(IllegalTransition, match=f"got a {type(wrong).__name__} instead of a list"):
+                engine.train_batch(wrong)  # type: ignore[arg-type]
         with pytest.raises(IllegalTransition, match=r"engine\(\.\.\.\)"):
             engine.module(*batch)
         engine(*batch)
@@ -252,6 +255,29 @@ def test_misuse_is_named(nvme: Path) -> None:
         with pytest.raises(IllegalTransition, match="CLOSED"):
             call()
     engine.close()
+
+
+def test_a_step_inside_a_step_is_refused(nvme: Path) -> None:
+    """A module that calls its own engine in forward ends that step with a sentence; the next one is as if nothing was."""
+    config = settings(nvme, **NVME)
+    expected = train(TINY_GPT, config, num_steps=2)
+    with open_engine(TINY_GPT.build(), config) as engine:
+        batches = TINY_GPT.batches(0, 1, torch.bfloat16)
+        handle = engine.module.get_submodule("blocks.1").register_forward_hook(lambda *_: engine.train_batch(batches))
+        with pytest.raises(IllegalTransition, match="while the engine's own module runs"):
+            engine.train_batch(batches)
+        handle.remove()
+        run = train_engine(engine, TINY_GPT, config, range(2))
+    require_same(run, expected)
+
+
+def test_micro_batches_may_come_from_a_generator(nvme: Path) -> None:
+    """What a list gives, a generator of the same micro-batches gives, too."""
+    losses = []
+    for kind in (list, iter):
+        with open_engine(TINY_GPT.build(), settings(nvme, num_micro_batches=2, **NVME)) as engine:
+            losses.append(engine.train_batch(kind(TINY_GPT.batches(0, 2, torch.bfloat16))).losses)
+    assert losses[0] == losses[1]
 
 
 def test_a_second_backward_through_the_same_forward_is_refused(nvme: Path) -> None:
