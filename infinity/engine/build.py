@@ -5,6 +5,8 @@ Everything is decided first (cut, plan), then reserved (memory, disk), then fill
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -291,9 +293,22 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
             notes=(*request.notes, *model_notes, *io_notes),
-            resources=resources.pop_all(),
+            resources=_closed_at_exit(resources.pop_all()),
         )
     )
+
+
+def _closed_at_exit(resources: ExitStack) -> ExitStack:
+    """Let the end of the program close what nobody closed, so that no swap files stay; return the same stack."""
+    owner = os.getpid()
+
+    def close() -> None:
+        if os.getpid() == owner:  # a forked child ends, too, and must leave the files alone
+            resources.close()
+
+    atexit.register(close)
+    resources.callback(atexit.unregister, close)
+    return resources
 
 
 def _fill(store: Store, pieces: CutModel, values: InitializedValues, slots: Sequence[Slot]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +142,27 @@ def test_an_exception_in_the_with_block_closes_too(nvme: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         use()
+    assert list(nvme.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "end", ["", "raise SystemExit(3)", "os.fork() or sys.exit(); os.wait(); engine.train_batch(batches)"]
+)
+def test_the_end_of_the_program_closes_a_forgotten_engine(end: str, nvme: Path) -> None:
+    """Without close the swap files go at exit all the same; a forked child that ends leaves them to its parent."""
+    script = (
+        "import os, sys, torch\nfrom pathlib import Path\nfrom kit import TINY_GPT, open_engine, settings\n"
+        "engine = open_engine(TINY_GPT.build(), settings(Path(sys.argv[1]), optim='nvme', params='nvme'))\n"
+        "batches = TINY_GPT.batches(0, 1, torch.bfloat16)\nengine.train_batch(batches)\n"
+        "print([path.name for path in Path(sys.argv[1]).iterdir()], flush=True)\n"
+    )
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script + end, str(nvme)], capture_output=True, text=True, timeout=100, check=False,
+        env=os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}"},
+    )  # fmt: skip
+    assert done.stdout == "['infinity-run']\n", done.stderr
+    assert "Error" not in done.stderr
     assert list(nvme.iterdir()) == []
 
 
