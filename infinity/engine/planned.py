@@ -65,8 +65,8 @@ def plan_for(
     if own.tile_slots is not None:
         request = replace(request, min_tile_slots=min(own.tile_slots, request.min_tile_slots), max_tile_slots=own.tile_slots)
     most_groups = max((len(unit.groups) for unit in pieces.units), default=1)  # a call holds all of its unit's at once
-    wanted = _WEIGHT_SLOTS_WANTED if own.weight_slots is None else (own.weight_slots,)
-    wanted = tuple(max(count, most_groups) for count in wanted)
+    counts = _WEIGHT_SLOTS_WANTED if own.weight_slots is None else (own.weight_slots,)
+    wanted = [max(count, most_groups) for count in counts]
     return _first_that_fits([replace(request, num_weight_slots=count) for count in wanted])
 
 
