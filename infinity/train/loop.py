@@ -36,6 +36,14 @@ def train(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summ
     SIGINT and SIGTERM end the run after the step in flight, with a checkpoint; Summary.exit_code says so. Raises
     DoesNotFit, OverBudget, StorageError, CheckpointError, ModelError, DataError; Stopped for a signal that cannot wait.
     """
+    with checked.undo as undo:
+        summary = _run(checked, reporter, open_engine)
+        undo.pop_all()
+    reporter.summary(summary.rows())
+    return summary
+
+
+def _run(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summary:
     output = checked.output
     with stop_request(reporter.note) as request, held(output), contextlib.closing(open_engine(checked, reporter)) as engine:
         position = _resume(checked, engine, reporter)
@@ -46,7 +54,6 @@ def train(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summ
             loop.run()
         summary = loop.finish()
         write_json(output.summary, summary.as_json())
-    reporter.summary(summary.rows())
     return summary
 
 

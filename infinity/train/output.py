@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +83,16 @@ def held(output: Output) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        if made and os.listdir(directory) == [_LOCK]:
+        if made:
+            _remove_unused(directory, made)
+
+
+def _remove_unused(directory: Path, made: Sequence[Path]) -> None:
+    with suppress(OSError):  # somebody else's by now, or removed under our hands
+        if os.listdir(directory) == [_LOCK]:
             (directory / _LOCK).unlink()
             for path in made:
-                with suppress(OSError):  # somebody else's by now
-                    path.rmdir()
+                path.rmdir()
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

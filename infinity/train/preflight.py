@@ -39,6 +39,7 @@ class Checked:
     directories: tuple[DirectoryFacts, ...]
     probe: Probe | None  # None when nothing may go to NVMe
     host_limit: HostLimit
+    undo: ExitStack  # removes the NVMe directories that were made for this run, where they are empty
 
     @property
     def config(self) -> Config:
@@ -63,9 +64,9 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
         _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - _adopted_bytes(resume_from), directories)
         found = _probe(options.config, directories, reporter)
         checked = Checked(
-            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, host_limit_bytes()
-        )
-        undo.pop_all()
+            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, host_limit_bytes(),
+            undo.pop_all(),
+        )  # fmt: skip
     return checked
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from infinity.models.presets import parameter_count, preset
 from infinity.telemetry.jsonl import read_jsonl
 from infinity.train.loop import train
 from infinity.train.output import Output, held
-from infinity.train.preflight import check_run
+from infinity.train.preflight import Checked, check_run
 from infinity.train.summary import Summary
 
 METRICS = [
@@ -189,15 +190,32 @@ def test_two_runs_never_share_an_output(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_failed_start_leaves_no_directory(tmp_path: Path, data: Path) -> None:
-    """When the engine cannot be opened, the output directory and the parents made for it are gone again."""
+    """When the engine cannot be opened, the directories that were made for the run, the NVMe one too, are gone again."""
 
     def refuse(checked: object, reporter: object) -> FakeEngine:
         raise StorageError("too small")
 
-    checked = check_run(fake_options(tmp_path / "runs" / "deep" / "out", data), Remembering())
+    nvme = [tmp_path / "made", tmp_path / "used", tmp_path / "old"]
+    nvme[2].mkdir()
+    options = fake_options(tmp_path / "runs" / "deep" / "out", data, nvme=nvme)
+    checked = check_run(options, Remembering())
+    (nvme[1] / "of-the-user").touch()
     with pytest.raises(StorageError, match="too small"):
         train(checked, Remembering(), refuse)
     assert not (tmp_path / "runs").exists()
+    assert [path.exists() for path in nvme] == [False, True, True]
+
+
+def test_an_output_removed_in_mid_run_does_not_hide_the_error(tmp_path: Path, data: Path) -> None:
+    """What the run itself met is what is raised, although its directory is gone when it ends."""
+
+    def fail(checked: Checked, reporter: object) -> FakeEngine:
+        shutil.rmtree(checked.output.directory)
+        raise StorageError("the disk is gone")
+
+    checked = check_run(fake_options(tmp_path / "out", data), Remembering())
+    with pytest.raises(StorageError, match="the disk is gone"):
+        train(checked, Remembering(), fail)
 
 
 def start(output: Path, data: Path, steps: int, step_seconds: float) -> subprocess.Popen[str]:

@@ -157,10 +157,11 @@ class FakeEngine:
         self.closed = True
 
 
-def fake_options(output: Path, data: Path, **changes: Any) -> TrainOptions:
+def fake_options(output: Path, data: Path, nvme: Sequence[Path] = (), **changes: Any) -> TrainOptions:
     """Return options of a tiny run on `data` into `output`."""
     steps = changes.pop("steps", 6)
-    layer = Layer("test", {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "bf16.enabled": False})
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "bf16.enabled": False}
+    layer = Layer("test", {**batch, "infinity.nvme": [str(path) for path in nvme]})
     config = resolve_config([layer], model="gpt-1m", steps=steps, has_native_bf16=False)
     return TrainOptions(config=config, model="gpt-1m", steps=steps, seq_len=16, data=(data,), output=output, **changes)
 
