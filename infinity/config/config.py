@@ -16,7 +16,7 @@ from infinity.config.own import InfinitySection
 from infinity.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from infinity.config.problems import config_error, validation_problems
 from infinity.config.resolve import DEFAULT_SOURCE, Resolved, SourcedValue, resolve, schema_of
-from infinity.config.section import Count, Section, WholeNumber
+from infinity.config.section import Count, Section, Seed
 from infinity.config.zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from infinity.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Config(Section):
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: float = Field(default=1.0, ge=0.0)  # global norm; 0 switches clipping off
-    seed: WholeNumber = 0
+    seed: Seed = 0
     steps_per_print: Count | None = None
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
