@@ -24,6 +24,8 @@ def unknown_key(path: str, known_paths: Collection[str], mistaken: Mapping[str, 
         return f"{path}: unknown key; did you mean {near[0]}?"
     if near := get_close_matches(leaf, leaves, n=1, cutoff=0.8):
         return f"{path}: unknown key; did you mean {leaves[near[0]]}?"
+    if not siblings:
+        return f"{path}: unknown key; {parent} has a value and no keys."
     return f"{path}: unknown key; {parent or 'the top level'} has {', '.join(sorted(siblings))}."
 
 

@@ -27,6 +27,7 @@ def problem(values: object) -> str:
         ({"aio": {"thread_count": 1}}, "aio.thread_count: unknown key; did you mean aio.queue_depth?"),
         ({"optimizer": {"params": {"max_grad_norm": 1}}}, "did you mean gradient_clipping?"),
         ({"zero_optimization": {"stage3_prefetch_bucket_sise": 1}}, "did you mean stage3_prefetch_bucket_size?"),
+        ({"optimizer.params.lr.x": 1}, "optimizer.params.lr.x: unknown key; optimizer.params.lr has a value and no keys."),
         ({"zzz": 1}, "zzz: unknown key; the top level has"),
     ],
 )
