@@ -31,16 +31,46 @@ _OVER = int(RequestState.DONE)
 _SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
 
 
+class NativeEngine:
+    """Owns the C engine: closed once, then freed.
+
+    Not left to a destructor of cffi: of the objects in a cycle the garbage collector may finalise the pointer first, and the
+    C thread would go on in freed memory.
+    """
+
+    __slots__ = ("_closed", "_closing", "_owner_pid", "pointer")
+
+    def __init__(self, pointer: Any, owner_pid: int) -> None:
+        self.pointer = pointer  # aio_engine *
+        self._owner_pid = owner_pid
+        self._closed = False
+        self._closing = threading.Lock()
+
+    def close(self) -> bool:
+        """Finish what is in flight and end the thread; return False in a forked child, which has no thread to join."""
+        if os.getpid() != self._owner_pid:
+            return False
+        with self._closing:
+            if not self._closed:
+                _lib.aio_close(self.pointer)
+            self._closed = True
+        return True
+
+    def __del__(self) -> None:
+        self.close()
+        _lib.aio_free(self.pointer)
+
+
 class UringHandle:
     """The handle of one request at the C engine."""
 
     __slots__ = ("_batch", "_engine", "_failure", "_native", "_outstanding", "_settled", "request")
 
-    def __init__(self, request: Request, batch: Any, index: int, engine: Any, outstanding: Outstanding) -> None:
+    def __init__(self, request: Request, batch: Any, index: int, engine: NativeEngine, outstanding: Outstanding) -> None:
         self.request = request
         self._batch = batch  # aio_request[]: owns the memory of every request of one submission
         self._native = batch[index]  # aio_request &
-        self._engine = engine  # aio_engine *
+        self._engine = engine
         self._outstanding = outstanding
         self._settled = False
         self._failure: StorageError | None = None
@@ -55,7 +85,7 @@ class UringHandle:
     def wait(self) -> None:
         if not self._settled:
             pointer = _ffi.addressof(self._native)
-            while not _lib.aio_wait(self._engine, pointer, _WAIT_MILLISECONDS):
+            while not _lib.aio_wait(self._engine.pointer, pointer, _WAIT_MILLISECONDS):
                 pass
             self.failure()
             self._outstanding.notice(self)
@@ -82,10 +112,9 @@ class UringEngine:
 
     name = "uring"
 
-    def __init__(self, native: Any, outstanding: Outstanding, owner_pid: int) -> None:
-        self._native = native  # aio_engine *
+    def __init__(self, native: NativeEngine, outstanding: Outstanding) -> None:
+        self._native = native
         self._outstanding = outstanding
-        self._owner_pid = owner_pid
         self._lifecycle = Lifecycle("io_uring engine", EngineState.OPEN, ENGINE_MOVES)
         self._closing = threading.Lock()
 
@@ -95,11 +124,11 @@ class UringEngine:
             "aio_request[]",
             [((r.file.fd, r.op is Op.WRITE, r.file.granule_bytes, r.offset, r.address, r.length),) for r in requests],
         )
-        engine, outstanding = self._native, self._outstanding
-        handles = [UringHandle(request, batch, index, engine, outstanding) for index, request in enumerate(requests)]
+        native, outstanding = self._native, self._outstanding
+        handles = [UringHandle(request, batch, index, native, outstanding) for index, request in enumerate(requests)]
         # Before the kernel can touch a buffer, so that nothing that happens in between lets go of one.
         outstanding.add(handles)
-        code = _lib.aio_submit(engine, batch, len(handles))
+        code = _lib.aio_submit(native.pointer, batch, len(handles))
         if code == -errno.ESHUTDOWN:
             raise IllegalTransition("io_uring engine: it is CLOSED and takes no requests.")
         if code:
@@ -116,13 +145,12 @@ class UringEngine:
             if self._lifecycle.state is EngineState.CLOSED:
                 return
             self._lifecycle.to(EngineState.CLOSED)
-            if os.getpid() != self._owner_pid:
-                return  # a forked child has no thread to join
-            _lib.aio_close(self._native)
+            if not self._native.close():
+                return
         self._outstanding.raise_failures()
 
     def __del__(self) -> None:
-        # The C thread uses memory that only this engine keeps alive.
+        # The C thread uses memory that only this engine keeps alive, so it ends before that goes.
         self.close()
 
 
@@ -142,7 +170,7 @@ def open_uring(*, queue_depth: int, block_bytes: int, faults: Mapping[int, int] 
     code = _lib.aio_open(queue_depth, block_bytes, table, len(table), opened)
     if code:
         raise _refusal(-code, queue_depth)
-    return UringEngine(_ffi.gc(opened[0], _lib.aio_free), Outstanding(), os.getpid())
+    return UringEngine(NativeEngine(opened[0], os.getpid()), Outstanding())
 
 
 def _refusal(number: int, queue_depth: int) -> PlatformError:

@@ -151,6 +151,23 @@ def test_a_dropped_ring_is_closed(file: DirectFile) -> None:
     assert file.path.read_bytes() == data
 
 
+def test_a_ring_in_a_cycle_is_closed_before_it_is_freed(file: DirectFile) -> None:
+    """Dropped as part of a reference cycle, in whatever order the collector finds its parts, the engine ends its thread."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+    threads, memory = num_engine_threads(), Memory(4 * PAGE)
+    data = memory.fill()
+    for _ in range(20):
+        cycle: list[object] = [open_kind("uring", queue_depth=1, block_bytes=PAGE)]
+        engine = cycle[0]
+        handles = engine.submit([memory.write(file, 0)])  # type: ignore[attr-defined]
+        cycle += [cycle, handles, engine._native]  # type: ignore[attr-defined]
+        engine.cycle = cycle  # type: ignore[attr-defined]
+        del cycle, engine, handles
+        gc.collect()
+    assert num_engine_threads() == threads
+    assert file.path.read_bytes()[: len(data)] == data
+
+
 def test_signals_reach_the_program_during_a_wait(engine: Engine, pipe_reads: None) -> None:
     """A signal's handler runs, and may raise, while a request takes long; the request is not hurt."""
     pipe, writing = pipe_file()
