@@ -57,13 +57,24 @@ def _parser(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
     return parse
 
 
+def _path(text: str) -> Path:
+    """Parse a path. An empty one is what an unset shell variable gives, and would be the working directory."""
+    if not text:
+        raise typer.BadParameter("'' is not a path.")
+    return Path(text)
+
+
+def _place(panel: str, flag: str, text: str, metavar: str, default: str = "") -> Any:
+    return _option(panel, flag, text, metavar, default, _path)
+
+
 Model = Annotated[str, _option(_JOB, "--model", "Size of the decoder, gpt-1m to gpt-70b.", "PRESET", "gpt-25m")]
-Data = Annotated[list[Path] | None, _option(_JOB, "--data", "Text; repeatable.", "FILE|DIR", "Python's own source")]
-EvalData = Annotated[Path | None, _option(_JOB, "--eval-data", "Text to evaluate on at the end.", "FILE|DIR")]
+Data = Annotated[list[Path] | None, _place(_JOB, "--data", "Text; repeatable.", "FILE|DIR", "Python's own source")]
+EvalData = Annotated[Path | None, _place(_JOB, "--eval-data", "Text to evaluate on at the end.", "FILE|DIR")]
 HoldOut = Annotated[float, _number(_JOB, "--hold-out", "Last share of --data to evaluate on instead.", "SHARE", "0")]
 EvalEvery = Annotated[int | None, _whole(_JOB, "--eval-every", "Evaluate every N steps, too.", "N")]
 EvalBatches = Annotated[int, _whole(_JOB, "--eval-batches", "Micro-batches of an evaluation.", "N", "8")]
-ConfigFile = Annotated[Path | None, _option(_JOB, "--config", "Configuration with DeepSpeed's keys.", "FILE.json")]
+ConfigFile = Annotated[Path | None, _place(_JOB, "--config", "Configuration with DeepSpeed's keys.", "FILE.json")]
 Set = Annotated[list[str] | None, _option(_JOB, "--set", "One key; repeatable; wins over the file.", "KEY=VALUE")]
 Seed = Annotated[int | None, _whole(_JOB, "--seed", "Of initial weights and data.", "N", "0")]
 
@@ -90,9 +101,9 @@ GpuMemory = Annotated[str | None, _option(_PLACES, "--gpu-memory", "GPU budget, 
 OffloadOptimizer = Annotated[str | None, _option(_PLACES, "--offload-optimizer", "Tier of optimizer state. [auto]", _TIERS)]
 OffloadParams = Annotated[str | None, _option(_PLACES, "--offload-params", "Tier of the weights. [auto]", _TIERS)]
 
-OutputDir = Annotated[Path | None, _option(_LEFT, "--output", "Directory of the run.", "DIR", "runs/<model>-<date>-<time>")]
+OutputDir = Annotated[Path | None, _place(_LEFT, "--output", "Directory of the run.", "DIR", "runs/<model>-<date>-<time>")]
 CheckpointEvery = Annotated[
-    int | None, _option(_LEFT, "--checkpoint-every", "Checkpoint every N steps, and at the end.", "N")
+    int | None, _whole(_LEFT, "--checkpoint-every", "Checkpoint every N steps, and at the end.", "N")
 ]
 Keep = Annotated[int, _whole(_LEFT, "--keep", "Newest checkpoints to keep.", "N", "2")]
 Resume = Annotated[str, _option(_LEFT, "--resume", "auto: from the newest one in --output.", "auto|none|PATH", "auto")]

@@ -96,6 +96,8 @@ def _open_data(options: TrainOptions) -> tuple[Corpus, Corpus | None]:
 
 
 def _find_checkpoint(resume: str, output: Output, reporter: Reporter) -> Path | None:
+    if not resume:  # as a path it would be the working directory
+        raise ConfigError("--resume: '' is no checkpoint.", remedy="Give auto, none or a path.")
     if resume not in ("auto", "none"):
         return _named_checkpoint(Path(resume))
     newest = latest(output.checkpoints)
