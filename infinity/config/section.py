@@ -50,7 +50,7 @@ def _size(value: object) -> object:
 # JSON writes large counts as 5e8; a float that is a whole number is taken as one.
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
 WholeNumber = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, lt=1 << 63)]  # what every generator takes
+Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=(1 << 63) - 1)]  # what every generator takes
 Size = Annotated[int, BeforeValidator(_size)]  # bytes; "2GiB" in the file
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths)]  # one path or a list of them in the file
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]

@@ -52,7 +52,7 @@ def test_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"train_batch_size": True}, "train_batch_size: True should be a valid integer"),
         ({"train_batch_size": 0}, "train_batch_size: 0 should be greater than or equal to 1"),
         ({"seed": "x"}, "seed: 'x' should be a valid integer"),
-        ({"seed": 1 << 63}, f"seed: {1 << 63} should be less than {1 << 63}"),
+        ({"seed": 1 << 63}, f"seed: {1 << 63} should be less than or equal to {(1 << 63) - 1}"),
         ({"optimizer": {"params": {"lr": -1.0}}}, "optimizer.params.lr: -1.0 should be greater than or equal to 0"),
         ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr: nan should be"),
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas.1: 1.0 should be less than 1"),
