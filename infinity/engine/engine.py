@@ -456,9 +456,14 @@ class _FailsOnIo:
         return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        fatal = isinstance(error, OSError | MemoryError) and isinstance(error, InfinityError)
-        if fatal and self._lifecycle.state not in _ENDS:
+        # The update stream refuses loads after its first error, which is what the user has to hear of.
+        cause = error.__cause__ if isinstance(error, IllegalTransition) else error
+        if not (isinstance(cause, OSError | MemoryError) and isinstance(cause, InfinityError)):
+            return
+        if self._lifecycle.state not in _ENDS:
             self._lifecycle.to(EngineState.FAILED)
+        if cause is not error:
+            raise cause
 
 
 def _on_device(values: Any, device: torch.device) -> Any:
