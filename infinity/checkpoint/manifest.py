@@ -153,7 +153,7 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_bytes()
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}).") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(

@@ -50,6 +50,10 @@ def broken_json(path: Path) -> None:
     os.truncate(path / "manifest.json", 100)
 
 
+def deep_json(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
 def foreign_json(path: Path) -> None:
     (path / "manifest.json").write_text('{"name": "an extension"}')
 
@@ -68,6 +72,7 @@ DAMAGES = [
     (missing, CheckpointIncomplete, r"00000\.safetensors is missing"),
     (swapped, CheckpointError, r"00001\.safetensors is not the file that .*manifest\.json names: expected \d+ bytes"),
     (broken_json, CheckpointError, r"manifest\.json is not JSON"),
+    (deep_json, CheckpointError, r"manifest\.json is not JSON"),
     (foreign_json, CheckpointError, r"manifest\.json is not the manifest of an infinity checkpoint"),
     (extra_key, CheckpointError, r"manifest\.json is damaged: key surprise"),
     (wrong_type, CheckpointError, r"manifest\.json is damaged: key created"),
