@@ -87,11 +87,11 @@ def _open_data(options: TrainOptions) -> tuple[Corpus, Corpus | None]:
         if options.hold_out:
             raise ConfigError("--hold-out contradicts --eval-data.", remedy="Give one of them.")
         eval_corpus = open_corpus((options.eval_data,))
-        require_sequences(eval_corpus, options.seq_len, "--eval-data")
+        require_sequences(eval_corpus, options.seq_len, f"--eval-data {options.eval_data}")
     elif options.hold_out:
         corpus, eval_corpus = corpus.split(options.hold_out)
         require_sequences(eval_corpus, options.seq_len, "--hold-out")
-    require_sequences(corpus, options.seq_len, "--data")
+    require_sequences(corpus, options.seq_len, " ".join(("--data", *map(str, options.data))))
     return corpus, eval_corpus
 
 
