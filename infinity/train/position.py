@@ -19,11 +19,11 @@ class Position:
 
 def position_record(position: Position, checked: Checked) -> dict[str, object]:
     """Return what a checkpoint keeps, ready for JSON."""
-    return {"step": position.step, "tokens": position.tokens, **_data(checked)}
+    return {"step": position.step, "tokens": position.tokens, **_decisive(checked)}
 
 
 def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Position, tuple[str, ...]]:
-    """Return the position and a sentence for each thing that makes the data differ from the checkpoint's run.
+    """Return the position and a sentence for each thing that makes the run differ from the checkpoint's.
 
     Raises CheckpointMismatch for a checkpoint that no training loop wrote.
     """
@@ -35,19 +35,29 @@ def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Posit
         )
     differences = tuple(
         f"{name} was {record.get(name)} in the checkpoint and is {value} now: the run goes on, but not bit for bit."
-        for name, value in _data(checked).items()
+        for name, value in _decisive(checked).items()
         if record.get(name) != value
     )
     return Position(step, tokens), differences
 
 
-def _data(checked: Checked) -> dict[str, object]:
-    """Return what decides which bytes a step reads; a run that goes on with others is told so."""
-    batch, options = checked.batch, checked.options
+def _decisive(checked: Checked) -> dict[str, object]:
+    """Return what decides the bits of a step beside the model: a run that goes on with other values is told so."""
+    batch, options, config = checked.batch, checked.options, checked.config
+    sections = {"optimizer.params": config.optimizer.params, "scheduler.params": config.scheduler.params}
     return {
         "corpus_bytes": checked.corpus.num_bytes,
         "seq_len": options.seq_len,
         "micro_batch_size": batch.micro_batch_size,
         "num_micro_batches": batch.num_micro_batches,
-        "seed": checked.config.seed,
+        "seed": config.seed,
+        "gradient_clipping": config.gradient_clipping,
+        "grad_dtype": config.grad_dtype,
+        "optimizer.type": config.optimizer.type,
+        "scheduler.type": config.scheduler.type,
+        **{
+            f"{name}.{key}": value
+            for name, section in sections.items()
+            for key, value in section.model_dump(mode="json").items()
+        },
     }

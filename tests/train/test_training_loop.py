@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from safetensors import safe_open
 from training_fakes import FakeEngine, Remembering, fake_options, opener
 
+from infinity.config import Layer
 from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError, StorageError
 from infinity.models.presets import parameter_count, preset
 from infinity.telemetry.jsonl import read_jsonl
 from infinity.train.loop import train
+from infinity.train.options import resolve_config
 from infinity.train.output import Output, held
 from infinity.train.preflight import Checked, check_run
 from infinity.train.summary import Summary
@@ -123,6 +126,25 @@ def test_a_resumed_run_says_when_its_data_differ(tmp_path: Path, data: Path) -> 
     data.write_bytes(data.read_bytes() + b"more")
     _, reporter = run(tmp_path / "out", data, steps=3)
     assert any("corpus_bytes was 5000 in the checkpoint and is 5004 now" in note for note in reporter.notes)
+
+
+def test_a_resumed_run_says_which_options_differ(tmp_path: Path, data: Path) -> None:
+    """Equal options are passed over; a learning rate, a clip or a number of steps that changed is named with both values."""
+    run(tmp_path / "out", data, steps=2, checkpoint_every=2)
+    _, reporter = run(tmp_path / "out", data, steps=2)
+    assert not [note for note in reporter.notes if "bit for bit" in note]
+    options = fake_options(tmp_path / "out", data, steps=3)
+    changes = Layer("test", {"optimizer.params.lr": 0.5, "gradient_clipping": 0.25, "train_batch_size": 6})
+    config = resolve_config([changes], model="gpt-1m", steps=3, has_native_bf16=False)
+    reporter = Remembering()
+    train(check_run(replace(options, config=config), reporter), reporter, opener(FakeEngine()))
+    said = " ".join(reporter.notes)
+    for name, before, now in (
+        ("optimizer.params.lr", 0.001, 0.5),
+        ("gradient_clipping", 1.0, 0.25),
+        ("scheduler.params.total_num_steps", 2, 3),
+    ):
+        assert f"{name} was {before} in the checkpoint and is {now} now" in said
 
 
 def test_foreign_checkpoints_and_contradicting_resumes_are_refused(tmp_path: Path, data: Path) -> None:
