@@ -219,6 +219,8 @@ def _resume(checked: Checked, engine: TrainingEngine, reporter: Reporter) -> Pos
     for sentence in differences:
         reporter.note(sentence)
     reporter.note(f"Goes on after step {position.step}, from {checked.resume_from}.")
+    if position.step >= checked.options.steps:
+        reporter.note(f"--steps {checked.options.steps} are done: give more steps to train on, or another --output.")
     return position
 
 

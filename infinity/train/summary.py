@@ -92,10 +92,7 @@ class Summary:
         """Return the summary in words."""
         rows = [
             Row("Steps", f"{self.steps}" + (f", {self.skipped_steps} skipped" if self.skipped_steps else "")),
-            Row(
-                "Final loss",
-                f"{self.final_loss:.4f} nats per byte (mean of the last steps {self.mean_loss_of_last_steps:.4f})",
-            ),
+            *self._loss_rows(),
             *(
                 Row("Evaluation", f"{entry.loss:.4f} nats per byte after step {entry.step}")
                 for entry in self.evaluations[-1:]
@@ -111,6 +108,12 @@ class Summary:
         if self.weights:
             rows.append(Row("Weights", self.weights))
         return tuple(rows)
+
+    def _loss_rows(self) -> tuple[Row, ...]:
+        if not self.steps_in_this_process:
+            return (Row("Final loss", "none: no step was taken"),)
+        loss = f"{self.final_loss:.4f} nats per byte (mean of the last steps {self.mean_loss_of_last_steps:.4f})"
+        return (Row("Final loss", loss),)
 
 
 def versions(**of_parts: str) -> dict[str, str]:

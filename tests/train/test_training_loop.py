@@ -108,8 +108,10 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path: Path, da
     run(tmp_path / "out", data, steps=4, checkpoint_every=4)
     summary, _ = run(tmp_path / "out", data, steps=6)
     assert summary.steps_in_this_process == 2
-    summary, _ = run(tmp_path / "out", data, steps=4)
+    summary, reporter = run(tmp_path / "out", data, steps=4)
     assert summary.steps_in_this_process == 0
+    assert any("--steps 4 are done: give more steps" in note for note in reporter.notes)
+    assert not [row for row in reporter.rows if "nan" in row.value]
 
 
 def test_resume_from_a_named_checkpoint_into_another_directory(tmp_path: Path, data: Path) -> None:
