@@ -94,7 +94,8 @@ class Engine:
         self._parts = parts
         self._lifecycle = Lifecycle("engine", EngineState.READY, _MOVES)
         self._num_forwards = 0  # micro-batches begun since the last step
-        self._num_backwards = 0
+        self._num_backwards = 0  # that began; fewer have ended where one failed
+        self._num_backwards_ended = 0
         self.global_steps = 0  # steps taken, skipped ones included
         self.skipped_steps = 0
         self.last_grad_norm: float | None = None
@@ -206,6 +207,7 @@ class Engine:
         if not (parts.module.training and torch.is_grad_enabled()):
             with self._failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
                 return parts.module(*args, **kwargs)
+        self._forget_failed_backward()
         index = self._num_forwards
         micro_batch = MicroBatch(index, index)
         self._begin_forward()
@@ -246,6 +248,7 @@ class Engine:
     def step(self) -> None:
         """Take the optimizer step at the boundary of a step's micro-batches; before it, do nothing."""
         self._require_usable()
+        self._forget_failed_backward()
         if self.is_gradient_accumulation_boundary():
             with self._failing_on_io():
                 self._parts.walk.sums.finish()
@@ -354,9 +357,19 @@ class Engine:
         """Called by the gate when a backward reaches it; returns what its gradients are multiplied by."""
         self._lifecycle.to(EngineState.BACKWARD)
         self._num_backwards += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.is_gradient_accumulation_boundary():
             self._parts.walk.sums.open()
         return 1.0 / self._parts.num_micro_batches
+
+    def _backward_ended(self) -> None:
+        """Called by autograd at the end of a backward that did not fail."""
+        self._num_backwards_ended += 1
+
+    def _forget_failed_backward(self) -> None:
+        """Discard the step if a plain `loss.backward()` failed: part of its gradient was summed already."""
+        if self._num_backwards != self._num_backwards_ended:
+            self._abandon_step()
 
     def _take_step(self, losses: list[float], shares: Sequence[float]) -> StepResult:
         parts = self._parts
@@ -368,7 +381,7 @@ class Engine:
         self.global_steps += 1
         self.skipped_steps += update.skipped
         self.last_grad_norm = update.grad_norm
-        self._num_forwards = self._num_backwards = 0
+        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
         self._lifecycle.to(EngineState.READY)
         return StepResult(
             step=self.global_steps,
@@ -389,7 +402,7 @@ class Engine:
         parts = self._parts
         parts.walk.sums.discard()
         parts.updater.discard()
-        self._num_forwards = self._num_backwards = 0
+        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
         if self._lifecycle.state not in (EngineState.READY, *_ENDS):
             self._lifecycle.to(EngineState.READY)
 

@@ -225,6 +225,52 @@ def test_an_exception_in_backward_discards_the_step(tiers: tuple[str, str], nvme
     require_same(run, expected)
 
 
+class FailsWhenRunAgain(nn.Module):
+    """A layer whose second run, the one for backward, raises as often as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.failures_left = 0
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.failures_left and self.runs % 2 == 0:
+            self.failures_left -= 1
+            raise ZeroDivisionError
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("plainly", [True, False], ids=["loss.backward", "engine.backward"])
+def test_a_failed_rerun_discards_the_step(plainly: bool, nvme: Path) -> None:
+    """Whoever started it: step() takes no step from the part of a gradient that was summed, and the next is a clean one."""
+
+    def run(num_failures: int) -> tuple[dict[str, torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(FailsWhenRunAgain() for _ in range(3)))
+        config = settings(nvme, bf16=False, num_micro_batches=2, **NVME)
+        with open_engine(model, config) as engine:
+            for step in range(2):
+                x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+                if step == 1 and num_failures:
+                    model[0].runs, model[0].failures_left = 0, num_failures
+                    loss = engine(x).square().mean()
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward() if plainly else engine.backward(loss)
+                    engine.step()
+                    assert engine.global_steps == 1
+                for _ in range(2):
+                    engine.backward(engine(x).square().mean())
+                    engine.step()
+            return engine.state_dict(), engine.global_steps
+
+    state, num_steps = run(1)
+    expected, _ = run(0)
+    assert num_steps == 2
+    require_same_state(state, expected)
+
+
 def test_misuse_is_named(nvme: Path) -> None:
     """Each call that has no meaning in the engine's state is one sentence with a remedy, and changes nothing."""
     with open_engine(TINY_GPT.build(), settings(nvme, num_micro_batches=2, **NVME)) as engine:
