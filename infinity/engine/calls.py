@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ModelError
+from infinity.errors import IllegalTransition, ModelError
 
 # Gets the module's output and the micro-batch; returns a scalar tensor.
 LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def listed(micro_batches: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the micro-batches of a step. Raises IllegalTransition for none, and for what is no list of them."""
+    if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, torch.Tensor | Mapping | str):
+        raise IllegalTransition(
+            f"train_batch got a {type(micro_batches).__name__} instead of a list of micro-batches.",
+            remedy="Give [micro_batch, ...], also for a single one.",
+        )
+    listed = tuple(micro_batches)
+    if not listed:
+        raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
+    return listed
 
 
 def call_module(module: nn.Module, micro_batch: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,12 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
-from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss
+from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed
+from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.optimizer import LrSchedule, Optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.results import StepResult
 from infinity.engine.update import Updater
-from infinity.errors import IllegalTransition, InfinityError, StorageError
+from infinity.errors import IllegalTransition, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.placement.plan import Plan
 from infinity.states import Lifecycle
@@ -33,29 +33,6 @@ from infinity.zero.randomness import Randomness
 from infinity.zero.vertical import VerticalSchedule
 from infinity.zero.walk import Walk
 from infinity.zero.weights import Weights
-
-
-class EngineState(Enum):
-    """Where the engine is in a step. FAILED: states may be half updated. CLOSED: everything was given back."""
-
-    READY = "ready"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEPPING = "stepping"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-_R, _F, _B, _S = EngineState.READY, EngineState.FORWARD, EngineState.BACKWARD, EngineState.STEPPING
-_ENDS = (EngineState.FAILED, EngineState.CLOSED)
-_MOVES = {
-    _R: (_F, _S, *_ENDS),
-    _F: (_F, _B, _R, _S, *_ENDS),  # a forward that is never backpropagated is legal
-    _B: (_F, _B, _S, _R, *_ENDS),
-    _S: (_R, *_ENDS),
-    EngineState.FAILED: (EngineState.CLOSED,),
-    EngineState.CLOSED: (),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +69,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._lifecycle = Lifecycle("engine", EngineState.READY, _MOVES)
+        self._lifecycle = Lifecycle("engine", EngineState.READY, MOVES)
         self._num_forwards = 0  # micro-batches begun since the last step
         self._num_backwards = 0  # that began; fewer have ended where one failed
         self._num_backwards_ended = 0
@@ -169,7 +146,7 @@ class Engine:
         modules that cannot be trained exactly, StorageError, OverBudget.
         """
         self._require_between_steps()
-        batches = _listed(micro_batches)
+        batches = listed(micro_batches)
         parts = self._parts
         shares = coefficients(weights, len(batches))
         walking = [MicroBatch(index, index) for index in range(len(batches))]
@@ -403,7 +380,7 @@ class Engine:
         parts.walk.sums.discard()
         parts.updater.discard()
         self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
-        if self._lifecycle.state not in (EngineState.READY, *_ENDS):
+        if self._lifecycle.state not in (EngineState.READY, *ENDS):
             self._lifecycle.to(EngineState.READY)
 
     def _drain(self) -> None:
@@ -411,7 +388,7 @@ class Engine:
         self._parts.weights.settle()
 
     def _require_usable(self) -> None:
-        if self._lifecycle.state in _ENDS:
+        if self._lifecycle.state in ENDS:
             raise IllegalTransition(
                 f"The engine is {self._lifecycle.state.name}.", remedy="Make a new one and load its last checkpoint."
             )
@@ -428,20 +405,8 @@ class Engine:
                 "train_batch was called while the engine's own module runs.", remedy="Call it when the step before is done."
             )
 
-    def _failing_on_io(self) -> _FailsOnIo:
-        return _FailsOnIo(self._lifecycle)
-
-
-def _listed(micro_batches: Iterable[Any]) -> tuple[Any, ...]:
-    if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, torch.Tensor | Mapping | str):
-        raise IllegalTransition(
-            f"train_batch got a {type(micro_batches).__name__} instead of a list of micro-batches.",
-            remedy="Give [micro_batch, ...], also for a single one.",
-        )
-    listed = tuple(micro_batches)
-    if not listed:
-        raise IllegalTransition("train_batch: there are no micro-batches.", remedy="Give at least one.")
-    return listed
+    def _failing_on_io(self) -> FailsOnIo:
+        return FailsOnIo(self._lifecycle)
 
 
 class _Gate(torch.autograd.Function):
@@ -457,26 +422,6 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         factor = ctx.engine.backward_begins()
         return None, *(None if gradient is None else gradient * factor for gradient in gradients)
-
-
-class _FailsOnIo:
-    """An error of storage or memory inside the block leaves the engine FAILED: states may be half updated."""
-
-    def __init__(self, lifecycle: Lifecycle[EngineState]) -> None:
-        self._lifecycle = lifecycle
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The update stream refuses loads after its first error, which is what the user has to hear of.
-        cause = error.__cause__ if isinstance(error, IllegalTransition) else error
-        if not (isinstance(cause, OSError | MemoryError) and isinstance(cause, InfinityError)):
-            return
-        if self._lifecycle.state not in _ENDS:
-            self._lifecycle.to(EngineState.FAILED)
-        if cause is not error:
-            raise cause
 
 
 def _on_device(values: Any, device: torch.device) -> Any:
