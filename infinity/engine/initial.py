@@ -17,7 +17,7 @@ from infinity.store.store import Store
 from infinity.zero.shard import TORCH_DTYPES
 from infinity.zero.units import ParameterGroup, ParameterUse
 
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 16  # splitting a master makes some seven arrays of four bytes an element on the way
 
 # Fills the parameters of a module that was made on the meta device; gets the module and its name in the model.
 Initializer = Callable[[nn.Module, str], None]

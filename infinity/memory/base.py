@@ -23,5 +23,6 @@ def measure_base(read_rss_bytes: Callable[[], int] = rss_bytes) -> int:
             weight = torch.randn(_SIZE, _SIZE, dtype=dtype, requires_grad=True)
             y = F.scaled_dot_product_attention(F.linear(F.layer_norm(x, (_SIZE,)), weight), x, x, is_causal=True)
             logits = F.gelu(F.linear(y, weight)).float().view(-1, _SIZE)
-            F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+            loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+            torch.autograd.backward([loss], [torch.ones_like(loss)])  # with gradients given, it imports a library more
     return read_rss_bytes()
