@@ -22,6 +22,7 @@ from infinity.memory.arena import Buffer
 from infinity.optim.reference import join_master
 from infinity.store.layout import ParameterSpec, Section, ShardLayout, Tile, tile_segments
 from infinity.store.store import Store
+from infinity.store.tiles import TileLease
 from infinity.zero.shard import TORCH_DTYPES, Shard
 from infinity.zero.weights import Weights
 
@@ -140,13 +141,12 @@ class Persistence:
             pieces = [piece for piece in tile_segments(section, tile) if piece.parameter == spec.name]
             if not pieces:
                 continue
-            lease = self._store.fetch_tile(tile).wait()
-            plane = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
-            for piece in pieces:
-                low[piece.parameter_offset : piece.parameter_offset + piece.length] = plane[
-                    piece.offset : piece.offset + piece.length
-                ]
-            lease.release()
+            with _leased(self._store, tile) as lease:
+                plane = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
+                for piece in pieces:
+                    low[piece.parameter_offset : piece.parameter_offset + piece.length] = plane[
+                        piece.offset : piece.offset + piece.length
+                    ]
         return low
 
     # Checkpoints
@@ -220,14 +220,13 @@ class _ShardSource:
             with _held(self.weights, self.shard, spec) as weight:
                 yield tensor_name(WEIGHT, spec.name), 0, weight.reshape(-1)
         for tile, section in _tiles(self.shard.layout):
-            lease = self.store.fetch_tile(tile).wait()
-            for plane in tile.planes:
-                dtype = TORCH_DTYPES_OF_PLANES[plane.dtype]
-                values = lease.buffer.tensor(dtype, tile.num_elements, tile.plane_offset(plane.name))
-                for piece in tile_segments(section, tile):
-                    elements = values[piece.offset : piece.offset + piece.length]
-                    yield tensor_name(plane.name, piece.parameter), piece.parameter_offset, elements
-            lease.release()
+            with _leased(self.store, tile) as lease:
+                for plane in tile.planes:
+                    dtype = TORCH_DTYPES_OF_PLANES[plane.dtype]
+                    values = lease.buffer.tensor(dtype, tile.num_elements, tile.plane_offset(plane.name))
+                    for piece in tile_segments(section, tile):
+                        elements = values[piece.offset : piece.offset + piece.length]
+                        yield tensor_name(plane.name, piece.parameter), piece.parameter_offset, elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +259,16 @@ def _held(weights: Weights, shard: Shard, spec: ParameterSpec) -> Iterator[torch
         yield views[spec.name].detach().cpu()
     finally:
         weights.release(shard.index)
+
+
+@contextmanager
+def _leased(store: Store, tile: Tile) -> Iterator[TileLease]:
+    """Give a tile's bytes to be read for the time of the block, which ends early where a checkpoint cannot be written."""
+    lease = store.fetch_tile(tile).wait()
+    try:
+        yield lease
+    finally:
+        lease.release()
 
 
 def _tiles(layout: ShardLayout) -> Iterator[tuple[Tile, Section]]:
