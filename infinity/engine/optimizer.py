@@ -14,7 +14,7 @@ from infinity.optim.schedules import Schedule
 class Optimizer:
     """Adam or AdamW over all trainable parameters. `param_groups` may be changed between steps, as in torch.optim.
 
-    The update itself is `engine.step()`.
+    But for `lr`, which every step sets from the schedule. The update itself is `engine.step()`.
     """
 
     param_groups: list[dict[str, object]]
