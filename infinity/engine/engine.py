@@ -64,7 +64,7 @@ class Engine:
     """Trains one module. Made by `infinity.initialize`; closed by `close()` or as a context manager.
 
     One thread. After a ModelError or an exception in the user's own code the step is discarded and the engine goes on; after
-    an error of storage or memory it is FAILED and only `close` is legal.
+    an error of storage or memory, and any exception while the update begins, it is FAILED and only `close` is legal.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -352,8 +352,13 @@ class Engine:
         parts = self._parts
         self._lifecycle.to(EngineState.STEPPING)
         counters = parts.recorder.take_counters()  # before the update begins: what it moves is the next step's
-        with self._failing_on_io():
-            update = parts.updater.step()
+        try:
+            with self._failing_on_io():
+                update = parts.updater.step()
+        except BaseException:
+            if self._lifecycle.state not in ENDS:  # an interrupt, too: part of the update is made, or will be
+                self._lifecycle.to(EngineState.FAILED)
+            raise
         parts.activations.book()
         self.global_steps += 1
         self.skipped_steps += update.skipped

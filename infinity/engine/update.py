@@ -50,8 +50,8 @@ class Updater:
             return UpdateResult(norm, 0.0, lr, skipped=True)
         coefficient = clip_coefficient(norm, self._max_norm) if self._max_norm > 0 else 1.0
         self.finish_pending()
-        steps = self._count(facts.touched)
-        self._stream.begin(UpdateStep(self._optimizer.hyper(), steps, coefficient, self._grad_dtype))
+        hyper, steps = self._optimizer.hyper(), self._count(facts.touched)
+        self._stream.begin(UpdateStep(hyper, steps, coefficient, self._grad_dtype))
         self._weights.updates_are_due(sorted(steps))
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
         self._lr_schedule.num_applied_steps += 1
