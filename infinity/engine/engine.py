@@ -389,7 +389,7 @@ class Engine:
             self._lifecycle.to(EngineState.READY)
 
     def _drain(self) -> None:
-        self._parts.updater.finish_pending()
+        self._parts.updater.drain()
         self._parts.weights.settle()
 
     def _require_usable(self) -> None:

@@ -62,6 +62,11 @@ class Updater:
         """Make the updates that the step before left, for units that were not called since."""
         self._weights.update_now([shard.index for shard in self._shards])
 
+    def drain(self) -> None:
+        """Make them and wait until every tile and weight that an update changed is where it lives. Raises StorageError."""
+        self.finish_pending()
+        self._stream.drain()
+
     def discard(self) -> None:
         """Forget the gradients of a step that failed."""
         self._gradients.discard()
