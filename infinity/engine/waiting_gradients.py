@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.errors import InfinityError
 from infinity.handles import Handle, Ready
 from infinity.memory.pool import BufferPool, Lease
 from infinity.memory.transfer import Transfers
@@ -103,7 +104,11 @@ class WaitingGradients:
         self._touched[shard] = leaving.touched
         lease = self._leases.pop(shard, None)
         if lease is not None:
-            write = self._store.publish_gradients(shard, lease.buffer)
+            try:
+                write = self._store.publish_gradients(shard, lease.buffer)
+            except InfinityError:  # not even begun: nobody else would give the slot back
+                lease.release()
+                raise
             lease.release_after(write)
             self._writes.append(write)
 
