@@ -97,9 +97,11 @@ class Loop:
         weights = None
         if self._request.signal is None:
             self._evaluate()
-            if self._checked.options.save_weights:
+            if self._checked.options.save_weights and self._request.signal is None:
                 self._reporter.phase("Writing the weights")
                 weights = str(save_weights(self._engine, self._checked.gpt, self._checked.output.weights))
+        if self._totals.steps and self._request.signal:  # it came after the last step; a checkpoint was announced
+            self._save()
         return self._summary(weights)
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first lets the step in flight end; the second, and one outside the loop, stops at once."""
+"""SIGINT and SIGTERM: the first lets the step in flight end; the second, and one before the first step, stops at once."""
 
 from __future__ import annotations
 
