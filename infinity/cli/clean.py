@@ -16,7 +16,7 @@ _Checkpoints = Annotated[bool, typer.Option("--checkpoints", help="Remove also d
 
 
 def clean(directory: _Directory, list_only: _List = False, checkpoints: _Checkpoints = False) -> None:
-    """List the swap files of runs in DIR and remove those of dead runs. Living runs and checkpoints are never touched."""
+    """List the swap files of runs in DIR and remove those of dead runs; living ones and, unless asked, checkpoints stay."""
     with failures_explained():
         from infinity.store.directory import RunState, list_runs, remove_run
 

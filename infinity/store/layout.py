@@ -38,7 +38,7 @@ class Plane:
 
 
 _MOMENTS = (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32"))
-# State planes by the dtype of the weights. bf16 weights are the high half of a split fp32 master (DESIGN 2.3).
+# State planes by the dtype of the weights. bf16 weights are the high half of a split fp32 master (docs/numerics.md).
 STATE_PLANES: dict[str, tuple[Plane, ...]] = {
     "bfloat16": (Plane("master_low", "int16"), *_MOMENTS),
     "float32": _MOMENTS,
