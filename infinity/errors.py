@@ -5,13 +5,11 @@ InfinityError
 |- DoesNotFit                       3  needed against available per tier, and what would fit
 |- PlatformError                    4  native module missing, limits too low
 |- StorageError (OSError)           5  operation, path, offset, length, errno
-|  |- SwapSpaceError                   needed against free bytes
-|  `- SwapCorruptionError              what was expected and what was found
+|  `- SwapSpaceError                   needed against free bytes
 |- OverBudget (MemoryError)         6  tier, asked, used, budget, largest holders
 |- CheckpointError                  7
 |  |- CheckpointIncomplete
 |  `- CheckpointMismatch
-|- CommError                        8
 |- ModelError                       9  the model does what a unit must not do
 |  |- SideChannelError                 a graph leaves a unit other than by its return value
 |  |- InputChangedError                a unit changes its inputs in place
@@ -69,10 +67,6 @@ class SwapSpaceError(StorageError):
     """A directory has not enough free space."""
 
 
-class SwapCorruptionError(StorageError):
-    """A swap file holds other bytes than were written."""
-
-
 class OverBudget(InfinityError, MemoryError):
     """An allocation would exceed the budget of its tier."""
 
@@ -91,12 +85,6 @@ class CheckpointIncomplete(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint belongs to another model, precision or program."""
-
-
-class CommError(InfinityError):
-    """Ranks disagree, or one of them is gone."""
-
-    exit_code = 8
 
 
 class ModelError(InfinityError):
