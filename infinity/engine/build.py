@@ -44,7 +44,7 @@ from infinity.engine.take_over import move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.engine.waiting_sums import WaitingSums
-from infinity.errors import IllegalTransition
+from infinity.errors import ConfigError, IllegalTransition
 from infinity.memory.base import measure_base
 from infinity.memory.device import ComputeDevice, open_compute_device
 from infinity.memory.host_allocator import tune_host_allocator
@@ -52,7 +52,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import Lease
 from infinity.optim.kernel import open_kernel
 from infinity.optim.pipeline import IoPolicy
-from infinity.optim.schedules import build_schedule
+from infinity.optim.schedules import ScheduleKind, build_schedule
 from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan
 from infinity.states import Tier
@@ -112,6 +112,7 @@ def initialize(
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
     """
     resolved = Config.from_any(config)
+    lr_schedule = _lr_schedule(resolved, num_steps)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
@@ -128,7 +129,7 @@ def initialize(
         compute=compute,
         init=init,
         run_name=run_name,
-        num_steps=num_steps,
+        lr_schedule=lr_schedule,
         adopted_run=committed_run(adopt) if adopt is not None else None,
         base_bytes=base_bytes,
         notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute)),
@@ -149,7 +150,7 @@ class EngineRequest:
     compute: ComputeDevice
     init: Initializer | None
     run_name: str
-    num_steps: int | None  # length of the run, for the learning rate's course
+    lr_schedule: LrSchedule
     adopted_run: Path | None  # the run directory of a checkpoint in place that is taken over
     base_bytes: int  # RSS before any model exists
     notes: tuple[str, ...]
@@ -245,14 +246,13 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = build_optimizer(config.optimizer)
-    lr_schedule = _lr_schedule(config, request.num_steps)
     updater = Updater(
         shards=shards,
         gradients=gradients,
         stream=stream,
         weights=weights,
         optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        lr_schedule=request.lr_schedule,
         max_norm=config.gradient_clipping,
         grad_dtype=grad_dtype,
     )
@@ -262,7 +262,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         store=store,
         weights=weights,
         optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        lr_schedule=request.lr_schedule,
         precision="bf16" if config.bf16.enabled else "fp32",
         staging=lambda _: slots[0].host,
         adopted=committed_state(request.adopted_run) if request.adopted_run is not None else None,
@@ -288,7 +288,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             randomness=randomness,
             updater=updater,
             optimizer=optimizer,
-            lr_schedule=lr_schedule,
+            lr_schedule=request.lr_schedule,
             persistence=persistence,
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
@@ -355,6 +355,11 @@ def _build_walk(
 
 def _lr_schedule(config: Config, num_steps: int | None) -> LrSchedule:
     params = config.scheduler.params
+    if config.scheduler.type != ScheduleKind.CONSTANT.value and not (params.total_num_steps or num_steps):
+        raise ConfigError(
+            f"scheduler.type is {config.scheduler.type}, but nothing says how long the run is.",
+            remedy="Set scheduler.params.total_num_steps, or give initialize(num_steps=...).",
+        )
     total = params.total_num_steps or num_steps or max(1, params.warmup_num_steps)
     schedule = build_schedule(
         config.scheduler.type,
