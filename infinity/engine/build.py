@@ -20,7 +20,7 @@ from infinity.engine.activations import ActivationMeter, open_activation_meter
 from infinity.engine.cut import CutModel, cut
 from infinity.engine.determinism import compute_deterministically
 from infinity.engine.engine import Engine, EngineParts
-from infinity.engine.in_place import committed_run, committed_state
+from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
@@ -118,7 +118,11 @@ def initialize(
     compute = open_compute_device()
     pieces = cut(model, resolved)
     asked = placement or Placement.from_config(resolved)
-    plan = plan_for(pieces, resolved, asked, compute, ActivationSizes(activation_bytes, kept_bytes))
+    adopted = adoption(adopt) if adopt is not None else None
+    recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None
+    plan = plan_for(pieces, resolved, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
+    if adopted is not None:
+        adopted.require_shares([shares_of(unit) for unit in plan.units])
     if on_plan is not None:
         on_plan(plan)
     request = EngineRequest(
@@ -130,7 +134,7 @@ def initialize(
         init=init,
         run_name=run_name,
         lr_schedule=lr_schedule,
-        adopted_run=committed_run(adopt) if adopt is not None else None,
+        adopted=adopted,
         base_bytes=base_bytes,
         notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute)),
     )
@@ -151,7 +155,7 @@ class EngineRequest:
     init: Initializer | None
     run_name: str
     lr_schedule: LrSchedule
-    adopted_run: Path | None  # the run directory of a checkpoint in place that is taken over
+    adopted: Adoption | None  # the checkpoint in place that is taken over
     base_bytes: int  # RSS before any model exists
     notes: tuple[str, ...]
 
@@ -178,7 +182,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         num_tile_slots=max(1, plan.num_tile_slots),
         shards=placed,
         grad_element_bytes=ELEMENT_BYTES[grad_dtype],
-        adopt=request.adopted_run,
+        adopt=request.adopted.run if request.adopted is not None else None,
     )
     resources.callback(store.close, keep=True)
     kernel = open_kernel()
@@ -194,7 +198,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     )
     resources.callback(stream.close)
     slots = open_weight_slots(plan, ledger, compute, pin, resources)
-    if request.adopted_run is None:
+    if request.adopted is None:
         _fill(store, pieces, InitializedValues(request.init), slots)
     in_host_memory = {
         layout.index: buffer for layout in pieces.layouts if (buffer := store.weights(layout.index)) is not None
@@ -265,7 +269,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         lr_schedule=request.lr_schedule,
         precision="bf16" if config.bf16.enabled else "fp32",
         staging=lambda _: slots[0].host,
-        adopted=committed_state(request.adopted_run) if request.adopted_run is not None else None,
+        adopted=request.adopted.state if request.adopted is not None else None,
+        cpu_memory_bytes=dict(plan.budgets)[Tier.CPU],
     )
     walk.attach()
     resources.callback(walk.detach)

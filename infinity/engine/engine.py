@@ -279,7 +279,13 @@ class Engine:
         """Load a checkpoint (its own directory, or one that holds several: the newest complete one); return its `extra`.
 
         Raises CheckpointError and its kinds; then the engine's state is as before, except after an error of reading.
+        Raises IllegalTransition in the middle of a step of the familiar loop.
         """
+        if self._num_forwards:
+            raise IllegalTransition(
+                f"load_checkpoint was called {self._num_forwards} forward passes into a step.",
+                remedy="Finish that step with engine.step() first.",
+            )
         self.synchronize()
         with self._failing_on_io():
             restored = self._parts.persistence.load(Path(path))

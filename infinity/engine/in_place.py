@@ -1,11 +1,13 @@
 """Checkpoints in place: where there is no room for a copy, the swap files themselves become the checkpoint.
 
 It stands until the first update after it. Taking it over needs the settings it was written with, for the swap files mean
-nothing without their layout.
+nothing without their layout; the memory budget, which may have been chosen by itself, is recorded and used again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.completeness import verify
@@ -15,15 +17,39 @@ from infinity.checkpoint.sources import UnitSource
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.errors import CheckpointMismatch
 from infinity.store.commit import read_commit
+from infinity.store.shares import ShardShares
 from infinity.store.store import Store
 
+# Keys of the manifest that the store keeps with the swap files.
+_STATE, _CPU_MEMORY = "state", "cpu_memory_bytes"
 
-def commit_in_place(store: Store, directory: Path, state: CheckpointState, *, buffers: UnitSource) -> Path:
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A checkpoint in place that is to be taken over."""
+
+    run: Path  # its run directory, or one of them
+    state: CheckpointState
+    cpu_memory_bytes: int  # the budget that its layout was planned for
+    shares: tuple[ShardShares, ...]
+
+    def require_shares(self, planned: Sequence[ShardShares]) -> None:
+        """Raise CheckpointMismatch unless the plan puts every state where the swap files have it."""
+        if tuple(planned) != self.shares:
+            raise CheckpointMismatch(
+                f"{self.run} was written with other tiers than this run plans, so its swap files cannot be taken over.",
+                remedy=f"Resume with --cpu-memory {self.cpu_memory_bytes} and the other settings that it was written with.",
+            )
+
+
+def commit_in_place(
+    store: Store, directory: Path, state: CheckpointState, *, buffers: UnitSource, cpu_memory_bytes: int
+) -> Path:
     """Commit the store's swap files and write a checkpoint that refers to them; return its path.
 
     No earlier checkpoint is removed: this one is gone with the next update, and a copy must not go for it.
     """
-    store.commit_in_place(state_to_json(state))
+    store.commit_in_place({_STATE: state_to_json(state), _CPU_MEMORY: cpu_memory_bytes})
     swap_files = [
         FileRecord(str(file.resolve()), file.stat().st_size, None)
         for run in store.directories
@@ -33,15 +59,21 @@ def commit_in_place(store: Store, directory: Path, state: CheckpointState, *, bu
     return write_checkpoint(directory, (), state, buffers=buffers, swap_files=swap_files)
 
 
-def committed_run(checkpoint: Path) -> Path | None:
-    """Return the run directory whose swap files a checkpoint refers to; None for one that is a copy."""
+def adoption(checkpoint: Path) -> Adoption | None:
+    """Return what taking over a checkpoint in place needs; None for one that is a copy.
+
+    Raises CheckpointError and its kinds where the swap files are no longer that checkpoint.
+    """
     files = verify(checkpoint).manifest.swap_files
-    return Path(files[0].path).parent if files else None
-
-
-def committed_state(run: Path) -> CheckpointState:
-    """Return the state that a run directory was committed with. Raises CheckpointError and its kinds."""
-    return state_from_json(dict(read_commit(run).manifest), where=str(run))
+    if not files:
+        return None
+    run = Path(files[0].path).parent
+    commit = read_commit(run)
+    cpu_memory_bytes = commit.manifest.get(_CPU_MEMORY)
+    if not isinstance(cpu_memory_bytes, int):
+        raise CheckpointMismatch(f"{run} was not committed by this version of infinity: it names no memory budget.")
+    state = state_from_json(commit.manifest.get(_STATE), where=str(run))
+    return Adoption(run, state, cpu_memory_bytes, commit.shares)
 
 
 def require_adopted(checkpoint: Checkpoint, adopted: CheckpointState | None) -> None:

@@ -51,6 +51,7 @@ class Persistence:
         precision: str,
         staging: Callable[[int], Buffer],
         adopted: CheckpointState | None,
+        cpu_memory_bytes: int,
     ) -> None:
         self._module = module
         self._shards = shards
@@ -60,6 +61,7 @@ class Persistence:
         self._lr_schedule = lr_schedule
         self._precision = precision
         self._staging = staging
+        self._cpu_memory_bytes = cpu_memory_bytes  # the budget that the layout was planned for
         self._adopted = adopted  # the checkpoint in place whose swap files this store took over
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,7 +103,7 @@ class Persistence:
         except SwapSpaceError:
             if not self._store.directories:
                 raise
-        return commit_in_place(self._store, directory, state, buffers=buffers)
+        return commit_in_place(self._store, directory, state, buffers=buffers, cpu_memory_bytes=self._cpu_memory_bytes)
 
     def load(self, path: Path) -> Restored:
         """Replace the whole state by a checkpoint's."""

@@ -39,11 +39,19 @@ class ActivationSizes:
 
 
 def plan_for(
-    pieces: CutModel, config: Config, placement: Placement, compute: ComputeDevice, activations: ActivationSizes
+    pieces: CutModel,
+    config: Config,
+    placement: Placement,
+    compute: ComputeDevice,
+    activations: ActivationSizes,
+    recorded_cpu_bytes: int | None = None,
 ) -> Plan:
-    """Return the plan for a cut model. Raises DoesNotFit."""
+    """Return the plan for a cut model. Raises DoesNotFit.
+
+    Without a budget of the configuration, `recorded_cpu_bytes` counts: that of the run whose swap files are taken over.
+    """
     own = config.infinity
-    cpu_bytes = own.cpu_memory or int(host_limit_bytes().num_bytes * (1 - _HEADROOM))
+    cpu_bytes = own.cpu_memory or recorded_cpu_bytes or int(host_limit_bytes().num_bytes * (1 - _HEADROOM))
     gpu_bytes = None
     if compute.memory is not None:
         gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - _HEADROOM))

@@ -1,57 +1,65 @@
-"""A checkpoint in place is gone with the next update; the copies before it are not."""
+"""Where no copy fits, the swap files become the checkpoint; a new engine takes them over with the budget of the old one."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from kit import OddMlp
+from kit import BULK, open_engine, settings
 
-import infinity
-from infinity.checkpoint.completeness import latest
-from infinity.engine import Engine
+import infinity.engine.persistence as persistence
+from infinity.engine.in_place import adoption
+from infinity.errors import CheckpointMismatch, SwapSpaceError
 
-
-def open_odd(directory: Path) -> Engine:
-    torch.manual_seed(0)
-    device = {"device": "nvme", "nvme_path": str(directory)}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": device, "offload_param": device},
-    }
-    return infinity.initialize(model=OddMlp().bfloat16(), config=config).engine
+BUDGET_BYTES, OTHER_BUDGET_BYTES = 1800 << 10, 2000 << 10  # some tiles are resident, with the other one a few more
 
 
-def step(engine: Engine, number: int) -> float:
-    generator = torch.Generator().manual_seed(number)
-    x, y = (torch.randn(2, width, generator=generator).bfloat16() for width in (512, 7))
-    return engine.train_batch([(x, y)]).loss
+def settings_within(nvme: Path, budget_bytes: int | None) -> dict[str, Any]:
+    config = dict(settings(nvme, num_micro_batches=2, optim="auto", params="nvme"))
+    config["infinity"] = {**config["infinity"], **({"cpu_memory": budget_bytes} if budget_bytes else {})}
+    if budget_bytes is None:
+        config["infinity"].pop("cpu_memory", None)
+    return config
 
 
-def leave_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Let the checkpoint's writer see that much free space."""
-    real = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=num_bytes))
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of a checkpoint fits."""
+
+    def refuse(*_: object, **__: object) -> Path:
+        raise SwapSpaceError("no room for a copy")
+
+    monkeypatch.setattr(persistence, "write_checkpoint", refuse)
 
 
-def test_a_copy_does_not_go_for_a_checkpoint_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one checkpoint to keep, a copy survives one in place: once training goes on, the copy is the newest again."""
-    saved = tmp_path / "checkpoints"
-    with open_odd(tmp_path / "nvme") as engine:
-        step(engine, 1)
-        copy = engine.save_checkpoint(saved, keep=1)
-        step(engine, 2)
-        leave_free(monkeypatch, 100_000)
-        in_place = engine.save_checkpoint(saved, keep=1)
-        found = latest(saved).found
-        assert found is not None
-        assert (found.path, len(found.manifest.swap_files) > 0) == (in_place, True)
-        step(engine, 3)
-        engine.synchronize()
-        found = latest(saved).found
-        assert found is not None
-        assert found.path == copy
+def commit(nvme: Path, directory: Path) -> tuple[Path, list[tuple[float, ...]]]:
+    """Train two steps, commit in place, and return the checkpoint and the losses of two further steps without a stop."""
+    with open_engine(BULK.build(), settings_within(nvme, BUDGET_BYTES)) as engine:
+        expected = [engine.train_batch(BULK.batches(step, 2, torch.bfloat16)).losses for step in range(4)][2:]
+    with open_engine(BULK.build(), settings_within(nvme, BUDGET_BYTES)) as engine:
+        for step in range(2):
+            engine.train_batch(BULK.batches(step, 2, torch.bfloat16))
+        return engine.save_checkpoint(directory), expected
+
+
+@pytest.mark.usefixtures("no_room")
+def test_the_recorded_budget_is_used_again(nvme: Path, tmp_path: Path) -> None:
+    """Without a budget of its own the new engine plans for the recorded one, and goes on bit for bit."""
+    path, expected = commit(nvme, tmp_path / "checkpoints")
+    found = adoption(path)
+    assert found is not None
+    assert found.cpu_memory_bytes == BUDGET_BYTES
+    with open_engine(BULK.build(), settings_within(nvme, None), adopt=path) as engine:
+        engine.load_checkpoint(path)
+        assert [engine.train_batch(BULK.batches(step, 2, torch.bfloat16)).losses for step in (2, 3)] == expected
+
+
+@pytest.mark.usefixtures("no_room")
+def test_another_layout_is_refused_with_the_recorded_budget(nvme: Path, tmp_path: Path) -> None:
+    """Another budget means other tiers: the error names the budget that would do, and the swap files stay."""
+    path, _ = commit(nvme, tmp_path / "checkpoints")
+    with pytest.raises(CheckpointMismatch, match=f"--cpu-memory {BUDGET_BYTES}"):
+        open_engine(BULK.build(), settings_within(nvme, OTHER_BUDGET_BYTES), adopt=path)
+    assert adoption(path) is not None
