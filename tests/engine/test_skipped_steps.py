@@ -58,8 +58,10 @@ def poisoned(batches: list[MicroBatch], factor: float) -> list[MicroBatch]:
     return [*batches[:-1], (batches[-1][0], torch.tensor(factor))]
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize(
+    ("schedule", "factor"),
+    [("vertical", float("inf")), ("vertical", float("nan")), ("horizontal", float("-inf"))],
+)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")], ids="-".join)
 def test_a_step_with_a_bad_gradient_touches_nothing(
