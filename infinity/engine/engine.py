@@ -281,6 +281,7 @@ class Engine:
         Raises CheckpointError and its kinds; then the engine's state is as before, except after an error of reading.
         Raises IllegalTransition in the middle of a step of the familiar loop.
         """
+        self._require_usable()
         if self._num_forwards:
             raise IllegalTransition(
                 f"load_checkpoint was called {self._num_forwards} forward passes into a step.",
