@@ -105,7 +105,7 @@ def test_evaluation_between_micro_batches(tiers: tuple[str, str], how: str, nvme
 def evaluate(engine: Engine, how: str, batch: MicroBatch) -> None:
     if how == "eval":
         engine.eval()
-        engine(*batch)
+        assert not engine(*batch).requires_grad  # evaluation keeps no graph, whether or not the user says no_grad
         engine.train()
         return
     with torch.no_grad() if how == "no_grad" else torch.inference_mode():
