@@ -77,9 +77,10 @@ def test_auto_placement_keeps_each_budget(nvme: Path) -> None:
 
 
 def require_flat(result: dict[str, Any]) -> None:
+    """Fail unless RSS stays within 5 % of that at step 5 and within the plan (slots are touched when first needed)."""
     samples, base = result["samples"], result["base"]
     assert max(samples[5:]) + base <= 1.05 * (samples[4] + base)
-    assert max(samples[5:]) - samples[4] <= 12 * MIB
+    assert max(samples) <= result["plan"]
 
 
 MODES: list[dict[str, Any]] = [
