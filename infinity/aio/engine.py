@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
+from infinity.aio.files import DirectFile
 from infinity.aio.request import Request
 from infinity.handles import Handle
 
@@ -20,6 +22,26 @@ class EngineState(Enum):
 ENGINE_MOVES = {EngineState.OPEN: (EngineState.CLOSED,), EngineState.CLOSED: ()}
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """Mapped memory that requests will move bytes from or to."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine made of what it was given to register, as of now. Both are False where nothing was given."""
+
+    registered_files: bool  # every file is
+    registered_buffers: bool  # every memory range is
+    notes: tuple[str, ...]  # one sentence with its remedy for each thing that was asked for and could not be had
+
+
+UNREGISTERED = EngineFacts(registered_files=False, registered_buffers=False, notes=())
+
+
 class Engine(Protocol):
     """Takes requests from any thread and works on `queue_depth` pieces of `block_bytes` at a time, across requests.
 
@@ -28,7 +50,27 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """How people call the engine: "uring" or "threads"."""
+        """How people call the engine: "uring", "threads" or "buffered"."""
+        ...
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is registered at this moment, and what could not be."""
+        ...
+
+    def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """Make requests on these files and this memory cheaper where the system allows; `facts` says what came of it.
+
+        Called when nothing on them is in flight, by whoever opened them. Never fails for a limit; raises IllegalTransition
+        once the engine is closed.
+        """
+        ...
+
+    def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """Take back `register`, before a file is closed or memory is unmapped; what was never registered is ignored.
+
+        Raises IllegalTransition for a file with requests in flight. Does nothing once the engine is closed.
+        """
         ...
 
     def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:

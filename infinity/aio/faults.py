@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from infinity.aio.engine import Engine
+from infinity.aio.engine import Engine, EngineFacts, MemoryRange
+from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request, address_of, request_error
 from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.errors import StorageError
@@ -45,6 +46,19 @@ class FaultyEngine:
         self._engine = engine
         self._faults = tuple(faults)
         self._lock = threading.Lock()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """See Engine.facts."""
+        return self._engine.facts
+
+    def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.register."""
+        self._engine.register(files=files, memory=memory)
+
+    def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.unregister."""
+        self._engine.unregister(files=files, memory=memory)
 
     def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
         """See Engine.submit."""

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infinity.aio.engine import ENGINE_MOVES, EngineState
+from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange
 from infinity.aio.failures import END_OF_FILE
+from infinity.aio.files import DirectFile
 from infinity.aio.outstanding import Outstanding
 from infinity.aio.request import REQUEST_MOVES, Op, Request, RequestState, request_error
 from infinity.errors import IllegalTransition, PlatformError, StorageError
@@ -76,6 +77,7 @@ class ThreadEngine:
     """One thread for each piece in flight, up to `queue_depth`, started when there is work for it."""
 
     name = "threads"
+    facts = UNREGISTERED
 
     def __init__(self, queue_depth: int, block_bytes: int, faults: Mapping[int, int]) -> None:
         self._queue_depth = queue_depth
@@ -105,6 +107,12 @@ class ThreadEngine:
             self._work.notify(num_pieces)
         self._outstanding.add(handles)
         return list[Handle[None]](handles)
+
+    def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.register: threads have nothing to register."""
+
+    def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.unregister."""
 
     def close(self) -> None:
         """See Engine.close."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.aio.engine import ENGINE_MOVES, EngineState
+from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange
+from infinity.aio.files import DirectFile
 from infinity.aio.outstanding import Outstanding
 from infinity.aio.request import Op, Request, RequestState, request_error
 from infinity.byte_sizes import KIB, format_bytes, round_up
@@ -111,6 +112,7 @@ class UringEngine:
     """
 
     name = "uring"
+    facts = UNREGISTERED
 
     def __init__(self, native: NativeEngine, outstanding: Outstanding) -> None:
         self._native = native
@@ -138,6 +140,12 @@ class UringEngine:
                 errno=-code,
             )
         return list[Handle[None]](handles)
+
+    def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.register."""
+
+    def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        """See Engine.unregister."""
 
     def close(self) -> None:
         """See Engine.close."""
