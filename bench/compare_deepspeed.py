@@ -106,12 +106,17 @@ def prepare(command: list[str], environment: dict[str, str], failure: str) -> No
 
 
 def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Run one worker to its end and return the report on its last line."""
+    """Run one worker to its end and return the report on its last line.
+
+    DeepSpeed's I/O threads now and then abort the process while it exits. The report is whole by then, and counts; its
+    `exit_status` says what happened.
+    """
     result = subprocess.run(command, env=environment, cwd=WORKERS, check=False, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-4000:]}")
-    report: dict[str, Any] = json.loads(result.stdout.strip().rpartition("\n")[2])
-    return report
+    try:
+        report: dict[str, Any] = json.loads(result.stdout.strip().rpartition("\n")[2])
+    except ValueError as error:
+        raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-4000:]}") from error
+    return {**report, "exit_status": result.returncode}
 
 
 def measure(arguments: argparse.Namespace, swap: Path) -> dict[str, list[dict[str, Any]]]:
