@@ -15,10 +15,13 @@ END_OF_FILE = -4096
 
 _REMEDIES = {
     errno.EACCES: "Give a file or directory that this user may read and write.",
+    errno.EAGAIN: "The system was short of resources each time it was tried: lower aio.queue_depth.",
     errno.EBADF: "Open the file for reading and writing, and close it only after its last request.",
     errno.ECANCELED: "The engine was closed first: wait for every handle before closing it.",
     errno.EDQUOT: "Raise the quota, free space, or give another directory.",
     errno.EFAULT: "The buffer is not mapped: keep it alive until its request is over.",
+    errno.EFBIG: "Raise the limit of file sizes (`ulimit -f`), or give a file system that takes larger files.",
+    errno.EINTR: "Signals interrupted it each time it was tried: look for a timer that fires without end.",
     errno.EINVAL: (
         f"Under O_DIRECT address, offset and length must be multiples of {PAGE_BYTES} bytes; the file system must allow it."
     ),
@@ -28,6 +31,8 @@ _REMEDIES = {
     errno.ENOSPC: "Free space, or give a directory on a larger disk.",
     errno.EPERM: "Give a file or directory that this user may read and write.",
     errno.EROFS: "The file system is mounted read-only: give another directory.",
+    errno.ESTALE: "The network mount has lost the file: mount it again, or give a directory on a local disk.",
+    errno.ETIMEDOUT: "The device or the network mount does not answer: look at the kernel log, or give another directory.",
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from infinity.aio.engine import Engine, EngineFacts, MemoryRange
+from infinity.aio.failures import END_OF_FILE
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request, address_of, request_error
 from infinity.byte_sizes import PAGE_BYTES, round_up
@@ -25,6 +26,7 @@ class FaultKind(Enum):
     DELAY = auto()  # it ends `delay_seconds` later than it would
     ERROR = auto()  # nothing is moved, it fails with `errno`
     SHORT = auto()  # only whole pages of its first half are moved, then it fails with `errno`: a torn write
+    END = auto()  # only whole pages of its first half are moved, then the file ends
     CORRUPT = auto()  # it goes well, but one bit of its middle byte is flipped
 
 
@@ -79,9 +81,10 @@ class FaultyEngine:
             if request.op is Op.WRITE:
                 return self._pass_on(_corrupted_copy(request))
             return _Altered(self._pass_on(request), after=lambda: _flip_bit(request.address + request.length // 2))
-        moved = request.length // 2 // PAGE_BYTES * PAGE_BYTES if fault.kind is FaultKind.SHORT else 0
+        moved = 0 if fault.kind is FaultKind.ERROR else request.length // 2 // PAGE_BYTES * PAGE_BYTES
+        code = END_OF_FILE if fault.kind is FaultKind.END else -fault.errno
         part = Request(request.op, request.file, request.offset, request.address, moved, request.keep)
-        return _Altered(self._pass_on(part), failure=request_error(request, -fault.errno, request.offset + moved))
+        return _Altered(self._pass_on(part), failure=request_error(request, code, request.offset + moved))
 
     def _pass_on(self, request: Request) -> Handle[None]:
         return self._engine.submit([request])[0]

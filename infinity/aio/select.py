@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.aio.buffered import open_buffered
+from infinity.aio.direct import TEMPORARY_PREFIX
 from infinity.aio.engine import Engine
 from infinity.aio.failures import storage_error
 from infinity.aio.files import DirectFile, open_direct
-from infinity.aio.filesystems import memory_filesystem
+from infinity.aio.filesystems import memory_filesystem, network_filesystem
 from infinity.aio.request import Op, Request, address_of
 from infinity.aio.threads import open_threads
 from infinity.aio.uring import open_uring
 from infinity.byte_sizes import MIB, PAGE_BYTES
 from infinity.errors import ConfigError, InfinityError, PlatformError, StorageError
 
-KINDS = ("auto", "uring", "threads")
+# In the order in which "auto" tries them, with the words for what does the work when one that was tried before does not.
+_OPENERS: Mapping[str, Callable[..., Engine]] = {"uring": open_uring, "threads": open_threads, "buffered": open_buffered}
+_INSTEAD = {"threads": "Threads do the I/O instead.", "buffered": 'The engine "buffered" does the I/O instead.'}
+_SUBJECTS = {"uring": "io_uring", "threads": 'The engine "threads"', "buffered": 'The engine "buffered"'}
+KINDS = ("auto", *_OPENERS)
 
 _PROBE_BYTES = 16 * PAGE_BYTES
 
@@ -37,19 +44,16 @@ class Probe:
 
 
 def open_engine(kind: str, *, queue_depth: int = 32, block_bytes: int = MIB) -> Engine:
-    """Open the engine of that kind: "uring", "threads", or "auto" for io_uring where it can be had and threads elsewhere.
+    """Open the engine of that kind: "uring", "threads", "buffered", or "auto" for the first of these that can be had.
 
     `queue_depth` counts pieces of `block_bytes` in flight. Raises ConfigError for an unknown kind and PlatformError where
-    an engine that was asked for by name cannot be had.
+    an engine that was asked for by name, or any at all, cannot be had.
     """
-    _check_kind(kind)
-    if kind != "threads":
-        try:
-            return open_uring(queue_depth=queue_depth, block_bytes=block_bytes)
-        except PlatformError:
-            if kind == "uring":
-                raise
-    return open_threads(queue_depth=queue_depth, block_bytes=block_bytes)
+    *others, last = _candidates(kind)
+    for name in others:
+        with suppress(PlatformError):
+            return _OPENERS[name](queue_depth=queue_depth, block_bytes=block_bytes)
+    return _OPENERS[last](queue_depth=queue_depth, block_bytes=block_bytes)
 
 
 def probe(directory: Path, kind: str = "auto") -> Probe:
@@ -58,43 +62,55 @@ def probe(directory: Path, kind: str = "auto") -> Probe:
     Raises StorageError where the directory cannot be used, ConfigError for an unknown kind, and PlatformError where an
     engine that was asked for by name cannot be had.
     """
-    _check_kind(kind)
+    candidates = _candidates(kind)
     notes: list[str] = []
     with _probe_file(Path(directory)) as file:
-        name = _try_engines(file, kind, notes)
-        if file.in_memory:
-            notes.append(
-                f"{directory} is memory ({memory_filesystem(file.path)}), not a disk: what is stored there takes RAM; "
-                "give a directory on an NVMe disk."
-            )
-        elif not file.direct:
-            notes.append(
-                f"{directory} refuses O_DIRECT: reads and writes go through the page cache, which costs speed; "
-                "give a directory on a local ext4 or XFS file system."
-            )
-        return Probe(name, file.direct, tuple(notes))
+        name = _first_that_works(candidates, file, notes)
+        direct = file.direct and name != "buffered"
+        return Probe(name, direct, (*notes, *_notes_on(directory, file, name)))
 
 
-def _check_kind(kind: str) -> None:
+def _candidates(kind: str) -> tuple[str, ...]:
     if kind not in KINDS:
         raise ConfigError(f"I/O engine {kind!r} is unknown.", remedy=f"Give one of {', '.join(KINDS)}.")
+    return tuple(_OPENERS) if kind == "auto" else (kind,)
 
 
-def _try_engines(file: DirectFile, kind: str, notes: list[str]) -> str:
-    """Return the first engine whose round trip works; what kept another from working goes to the notes."""
-    if kind != "threads":
+def _notes_on(directory: Path, file: DirectFile, engine: str) -> Iterator[str]:
+    """Say what about the directory is not as wanted, each with its remedy."""
+    if file.in_memory:
+        yield (
+            f"{directory} is memory ({memory_filesystem(file.path)}), not a disk: what is stored there takes RAM; "
+            "give a directory on an NVMe disk."
+        )
+        return
+    if (network := network_filesystem(file.path)) is not None:
+        yield f"{directory} is a network mount ({network}): it is as fast as the network; give a directory on a local disk."
+    if engine == "buffered":
+        yield (
+            f'{directory} is used through the page cache, as the engine "buffered" does, which costs speed; '
+            'the engine "auto" takes a faster one where there is one.'
+        )
+    elif not file.direct:
+        yield (
+            f"{directory} refuses O_DIRECT: reads and writes go through the page cache, which costs speed; "
+            "give a directory on a local ext4 or XFS file system."
+        )
+
+
+def _first_that_works(candidates: tuple[str, ...], file: DirectFile, notes: list[str]) -> str:
+    """Return the first engine whose round trip works; what kept those before it from working goes to the notes.
+
+    Where the disk is at fault they all fail in the same way, and the last one's error is raised.
+    """
+    for name, then in itertools.pairwise(candidates):
         try:
-            return _round_trip(open_uring(queue_depth=4, block_bytes=PAGE_BYTES), file)
+            return _round_trip(_OPENERS[name](queue_depth=4, block_bytes=PAGE_BYTES), file)
         except PlatformError as error:
-            if kind == "uring":
-                raise
-            notes.append(f"{error} Threads do the I/O instead.")
+            notes.append(f"{error} {_INSTEAD[then]}")
         except StorageError as error:
-            # Where the disk is at fault, threads fail in the same way, and their error is raised.
-            if kind == "uring":
-                raise
-            notes.append(f"io_uring cannot be used in {file.path.parent}: {error} Threads do the I/O instead.")
-    return _round_trip(open_threads(queue_depth=4, block_bytes=PAGE_BYTES), file)
+            notes.append(f"{_SUBJECTS[name]} cannot be used in {file.path.parent}: {error} {_INSTEAD[then]}")
+    return _round_trip(_OPENERS[candidates[-1]](queue_depth=4, block_bytes=PAGE_BYTES), file)
 
 
 def _round_trip(engine: Engine, file: DirectFile) -> str:
@@ -130,7 +146,7 @@ def _probe_file(directory: Path) -> Iterator[DirectFile]:
                 remedy="Give a directory on the file system of an NVMe disk (a device by its mount point).",
                 errno=errno.ENOTDIR,
             )
-        descriptor, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=directory)
+        descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=directory)
     except OSError as error:
         if isinstance(error, InfinityError):
             raise

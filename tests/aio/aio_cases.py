@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from infinity.aio.buffered import open_buffered
 from infinity.aio.engine import Engine
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request, address_of
 from infinity.aio.threads import open_threads
 from infinity.aio.uring import open_uring
 
-OPENERS = {"uring": open_uring, "threads": open_threads}
+OPENERS = {"uring": open_uring, "threads": open_threads, "buffered": open_buffered}
+HERE = Path(__file__).parent
 
 
 def open_kind(
@@ -64,3 +72,21 @@ def num_engine_threads() -> int:
         except OSError:  # it ended meanwhile
             continue
     return names.count("infinity-aio")
+
+
+def run_python(*arguments: str, timeout_seconds: int = 120) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own that can import infinity and the modules beside this one."""
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=timeout_seconds, check=False,
+    )  # fmt: skip
+
+
+def run_confined(job: str, *arguments: object) -> Any:
+    """Return what a job of confined.py answers; skips the test where the system does not let a process confine itself so."""
+    result = run_python(str(HERE / "confined.py"), job, *map(str, arguments))
+    if "no sandbox here" in result.stderr:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)

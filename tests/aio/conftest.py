@@ -1,19 +1,21 @@
-"""Files of both sorts and engines of both kinds, closed behind every test."""
+"""Files of both sorts and engines of every kind, closed behind every test."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aio_cases import open_kind
+from aio_cases import OPENERS, open_kind
 
 from infinity.aio.engine import Engine
 from infinity.aio.files import DirectFile, open_direct
 
 
-@pytest.fixture(params=["uring", "threads"])
+@pytest.fixture(params=list(OPENERS))
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "uring":
         pytest.importorskip("infinity._aio", reason="built without liburing")
@@ -50,15 +52,27 @@ def file(request: pytest.FixtureRequest, open_file: Callable[..., DirectFile]) -
 
 @pytest.fixture
 def pipe_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the thread engine read pipes, as io_uring does: preadv takes no offset in them."""
+    """Let every engine read pipes, as io_uring does: preadv takes no offset in them, and they cannot seek."""
     preadv = os.preadv
 
     def read(fd: int, buffers: list[object], offset: int) -> int:
         try:
             return preadv(fd, buffers, offset)
         except OSError as error:
-            if error.errno != 29:  # ESPIPE
+            if error.errno != errno.ESPIPE:
                 raise
             return os.readv(fd, buffers)
 
+    class Seekless(io.FileIO):
+        def seek(self, offset: int, whence: int = 0) -> int:
+            try:
+                return super().seek(offset, whence)
+            except OSError as error:
+                if error.errno != errno.ESPIPE:
+                    raise
+                return offset
+
     monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(
+        "aiofiles.threadpool.sync_open", lambda file, mode, closefd, **_: Seekless(file, mode, closefd=closefd)
+    )

@@ -51,6 +51,21 @@ def refuse_transfers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(os, name, refuse)
 
 
+def require_sectors(monkeypatch: pytest.MonkeyPatch, sector_bytes: int) -> None:
+    """Make direct transfers fail that are not aligned to larger sectors than this disk has."""
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+
+        def move(fd: int, buffers: list[object], offset: int, real: Callable[..., int] = real) -> int:
+            view = memoryview(buffers[0]).cast("B")
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            if is_direct(fd) and (offset | len(view) | address) % sector_bytes:
+                raise OSError(errno.EINVAL, "refused")
+            return real(fd, [view], offset)
+
+        monkeypatch.setattr(os, name, move)
+
+
 def resident_pages(path: Path) -> int:
     """Return how many of a file's pages are in the page cache."""
     size = path.stat().st_size
@@ -91,6 +106,52 @@ def test_refused_at_the_first_transfer(engine: Engine, monkeypatch: pytest.Monke
     """C30: where the flag is accepted and reads or writes then fail, the file is buffered and works."""
     refuse_transfers(monkeypatch, name)
     check_buffered(engine, open_direct(tmp_path / "file", create=True))
+
+
+def test_writes_refused_in_a_file_with_content(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C30: writes are tried for a file with content too, but not in it, and nothing is left beside it."""
+    path = tmp_path / "file"
+    path.write_bytes(b"content" * 1000)
+    refuse_transfers(monkeypatch, "pwritev")
+    file = open_direct(path, create=False)
+    assert path.read_bytes() == b"content" * 1000
+    assert list(tmp_path.iterdir()) == [path]
+    check_buffered(engine, file)
+
+
+def test_large_sectors_are_found(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C30: where 512 bytes are refused a file counts in pages, whether it is new or has content, and is still direct."""
+    require_sectors(monkeypatch, PAGE)
+    for _ in range(2):
+        file = open_direct(tmp_path / "file", create=True)
+        if not file.direct:
+            pytest.skip("this file system has no O_DIRECT")
+        assert file.granule_bytes == PAGE
+        memory, back = Memory(3 * PAGE), Memory(3 * PAGE)
+        data = memory.fill()
+        engine.submit([memory.write(file, PAGE)])[0].wait()
+        engine.submit([back.read(file, PAGE)])[0].wait()
+        assert back.map[:] == data
+        file.close()
+
+
+def test_no_room_to_try_beside_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file with content opens on a full disk too: directly, and counting in pages, which serve every disk."""
+    path = tmp_path / "file"
+    path.write_bytes(b"content" * 1000)
+    if not open_direct(path, create=False).direct:
+        pytest.skip("this file system has no O_DIRECT")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    in_its_content = open_direct(path, create=False)
+    monkeypatch.setattr("tempfile.mkstemp", lambda **_: full())
+    in_its_directory = open_direct(path, create=False)
+    assert [(file.direct, file.granule_bytes) for file in (in_its_content, in_its_directory)] == [(True, PAGE)] * 2
+    in_its_content.close()
+    in_its_directory.close()
 
 
 def check_buffered(engine: Engine, file: DirectFile) -> None:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from aio_cases import run_python
 from test_direct_files import SHM, refuse_transfers
 
-from infinity.aio import uring
+from infinity.aio import filesystems, select, uring
 from infinity.aio.filesystems import memory_filesystem
 from infinity.aio.select import open_engine, probe
 from infinity.errors import ConfigError, PlatformError, StorageError
-
-HERE = Path(__file__).parent
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -45,23 +33,6 @@ def test_what_this_machine_has(kind: str, tmp_path: Path) -> None:
     found = probe(tmp_path, kind)
     assert found.engine == kind
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
-def test_io_uring_denied_by_seccomp(tmp_path: Path, number: int) -> None:
-    """C23, C24: under a real seccomp filter threads move the same bytes, and one sentence names the docker flag."""
-    pytest.importorskip("infinity._aio", reason="built without liburing")
-    result = run_python(str(HERE / "sandbox_io_uring.py"), str(number), str(tmp_path))
-    if "no seccomp here" in result.stderr:
-        pytest.skip(result.stderr.strip())
-    assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout)
-    assert (answer["probed"], answer["engine"], answer["same"]) == ("threads", "threads", True)
-    [note] = [note for note in answer["notes"] if "io_uring" in note]
-    assert "--security-opt seccomp=unconfined" in note
-    assert f"errno {number}" in note
-    assert "Threads do the I/O instead." in note
-    assert "--security-opt seccomp=unconfined" in answer["refusal"]
 
 
 def test_io_uring_switched_off(no_ring: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,29 +54,6 @@ def test_too_little_locked_memory_for_a_ring(no_ring: object, tmp_path: Path) ->
     assert "the limit is" in note
     assert "ulimit -l" in note
     assert open_engine("auto").name == "threads"
-
-
-def test_a_low_memlock_limit(kind: str, tmp_path: Path) -> None:
-    """C25: with `ulimit -l 64` an engine moves 64 MiB of unregistered buffers, and the probe has nothing to say."""
-    script = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from pathlib import Path\n"
-        "from aio_cases import Memory\n"
-        "from infinity.aio.files import open_direct\n"
-        "from infinity.aio.select import open_engine, probe\n"
-        "found = probe(Path(sys.argv[2]), sys.argv[1])\n"
-        "file, memory = open_direct(sys.argv[2] + '/file', create=True), Memory(64 << 20)\n"
-        "engine = open_engine(sys.argv[1])\n"
-        "memory.map[-1] = 7\n"
-        "engine.submit([memory.write(file, 0)])[0].wait()\n"
-        "memory.map[-1] = 0\n"
-        "engine.submit([memory.read(file, 0)])[0].wait()\n"
-        "engine.close()\n"
-        "print(found.engine, memory.map[-1], [note for note in found.notes if 'uring' in note])\n"
-    )
-    result = run_python("-c", script, kind, str(tmp_path))
-    assert result.stdout.split() == [kind, "7", "[]"], result.stderr
 
 
 @pytest.mark.skipif(memory_filesystem(SHM) is None, reason="/dev/shm is no tmpfs")
@@ -143,12 +91,61 @@ def test_a_missing_native_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         open_engine("uring")
 
 
+def test_a_system_without_preadv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C21, C24: without io_uring and without preadv the buffered engine does the work; threads by name are refused."""
+    monkeypatch.setattr(uring, "_lib", None)
+    monkeypatch.setattr(uring, "_import_error", "no such module", raising=False)
+    monkeypatch.delattr(os, "preadv")
+    monkeypatch.setattr("infinity.aio.direct._FLAG", 0)
+    found = probe(tmp_path)
+    assert (found.engine, found.direct) == ("buffered", False)
+    assert [note for note in found.notes if "no preadv" in note and note.endswith('"buffered" does the I/O instead.')]
+    opened = open_engine("auto")
+    assert opened.name == "buffered"
+    opened.close()
+    with pytest.raises(PlatformError, match='Use the engine "buffered"'):
+        open_engine("threads")
+
+
+def test_another_system(tmp_path: Path) -> None:
+    """C22: aio can be imported, and moves bytes, where nothing that only Linux has exists."""
+    script = (
+        "import os, sys\n"
+        "for name in ('preadv', 'pwritev', 'O_DIRECT', 'posix_fadvise', 'fdatasync', 'sched_getaffinity'):\n"
+        "    delattr(os, name)\n"
+        "sys.platform, sys.modules['infinity._aio'] = 'other', None\n"
+        "from pathlib import Path\n"
+        "from infinity.aio.files import open_direct\n"
+        "from infinity.aio.select import probe\n"
+        "found = probe(Path(sys.argv[1]))\n"
+        "file = open_direct(sys.argv[1] + '/file', create=True)\n"
+        "file.sync()\n"
+        "print(found.engine, file.direct, file.in_memory)\n"
+    )
+    result = run_python("-c", script, str(tmp_path))
+    assert result.stdout.split() == ["buffered", "False", "False"], result.stderr
+
+
+def test_the_buffered_engine_says_what_it_costs(tmp_path: Path) -> None:
+    """C145: asked for by name, the buffered engine leaves O_DIRECT alone, and the probe says that there is a page cache."""
+    found = probe(tmp_path, "buffered")
+    assert (found.engine, found.direct) == ("buffered", False)
+    if not memory_filesystem(tmp_path):
+        [note] = found.notes
+        assert "through the page cache" in note
+
+
+@pytest.mark.parametrize(("magic", "name"), [(0x6969, "NFS"), (0xFE534D42, "SMB")])
+def test_a_network_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, magic: int, name: str) -> None:
+    """C28: a directory on another machine works, and the probe says what it is."""
+    monkeypatch.setattr(filesystems, "_magic", lambda _: magic)
+    assert [note for note in probe(tmp_path).notes if f"is a network mount ({name})" in note]
+
+
 def test_a_ring_that_opens_and_then_fails(no_ring: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """C24: opening a ring proves nothing: where its round trip fails threads take over."""
-    real = uring.open_uring
-    monkeypatch.setattr(
-        "infinity.aio.select.open_uring", lambda **sizes: real(**sizes, faults=dict.fromkeys(range(200), -errno.EINVAL))
-    )
+    failing = dict.fromkeys(range(200), -errno.EINVAL)
+    monkeypatch.setitem(select._OPENERS, "uring", lambda **sizes: uring.open_uring(**sizes, faults=failing))
     found = probe(tmp_path)
     assert found.engine == "threads"
     assert any("io_uring cannot be used in" in note for note in found.notes)
@@ -160,7 +157,7 @@ def test_a_ring_that_opens_and_then_fails(no_ring: object, monkeypatch: pytest.M
 def test_an_unknown_engine(tmp_path: Path) -> None:
     """An unknown kind is a configuration error that lists the known ones."""
     for call in (lambda: open_engine("libaio"), lambda: probe(tmp_path, "libaio")):
-        with pytest.raises(ConfigError, match=r"'libaio' is unknown.*auto, uring, threads"):
+        with pytest.raises(ConfigError, match=r"'libaio' is unknown.*auto, uring, threads, buffered"):
             call()
 
 

@@ -7,15 +7,13 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aio_cases import Memory, num_engine_threads, open_kind, pipe_file
+from aio_cases import Memory, num_engine_threads, open_kind, pipe_file, run_python
 
 from infinity.aio.engine import Engine
 from infinity.aio.files import DirectFile
@@ -122,18 +120,40 @@ def test_a_failure_is_reported_once(kind: str, file: DirectFile) -> None:
 
 
 def test_a_hundred_engines(kind: str, file: DirectFile) -> None:
-    """C27: engines that are opened, used and closed leave neither descriptors nor threads behind."""
+    """C27: engines that are opened, used and closed leave neither descriptors nor threads nor memory behind."""
     memory = Memory(PAGE)
-    gc.collect()  # what earlier tests left
-    descriptors, threads = len(os.listdir("/proc/self/fd")), num_engine_threads()
-    for _ in range(100):
-        engine = open_kind(kind)
-        engine.submit([memory.write(file, 0)])[0].wait()
-        engine.close()
-        del engine
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert num_engine_threads() == threads
+
+    def use(count: int) -> tuple[int, int, int]:
+        for _ in range(count):
+            engine = open_kind(kind)
+            engine.submit([memory.write(file, 0)])[0].wait()
+            engine.close()
+            del engine
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+    descriptors, threads, resident = use(10)  # what the first ones load stays
+    after = use(100)
+    assert after[:2] == (descriptors, threads)
+    assert after[2] - resident < 4 << 20
+
+
+def test_an_interpreter_that_ends_with_an_open_engine(kind: str, tmp_path: Path) -> None:
+    """A program that never closes its engine ends all the same, with its exit code; writes that it cut short are said."""
+    script = (
+        "import sys\n"
+        "from aio_cases import Memory, open_kind\n"
+        "from infinity.aio.files import open_direct\n"
+        "engine, memory = open_kind(sys.argv[1]), Memory(1 << 20)\n"
+        "file = open_direct(sys.argv[2], create=True)\n"
+        "engine.submit([memory.write(file, 0)])[0].wait()\n"
+        "engine.submit([memory.write(file, i << 20) for i in range(8)])\n"
+        "sys.exit(7)\n"
+    )
+    result = run_python("-c", script, kind, str(tmp_path / "file"), timeout_seconds=60)
+    assert (result.returncode, result.stdout) == (7, "")
+    assert result.stderr == "" or "closed first" in result.stderr
 
 
 def test_a_dropped_ring_is_closed(file: DirectFile) -> None:
@@ -209,11 +229,7 @@ def test_a_forked_child_leaves_the_engine_alone(kind: str, tmp_path: Path) -> No
         "engine.submit([memory.write(file, 4096)])[0].wait()\n"
         "engine.close()\n"
     )
-    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-    result = subprocess.run(
-        [sys.executable, "-c", script, kind, str(tmp_path / "file")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = run_python("-W", "ignore", "-c", script, kind, str(tmp_path / "file"), timeout_seconds=60)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "7", "")
 
 

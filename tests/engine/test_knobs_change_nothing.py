@@ -43,6 +43,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "bursts": {"io_policy": "burst"},
     "bursts through two slots": {"io_policy": "burst", "tile_slots": 2, "weight_slots": 2},
     "threads": {"engine": "threads"},
+    "the page cache": {"engine": "buffered"},
     "unchecked": {"check": False},
     "recomputation": {"recompute": True},
     "horizontal with two slots": {"schedule": "horizontal", "tile_slots": 2, "weight_slots": 2},
