@@ -19,7 +19,7 @@ def aio_modules() -> list[str]:
         sys.stderr.write("infinity._aio is left out: cffi is not installed (thread engine only).\n")
         return []
     if runpy.run_path(str(HERE / "csrc" / "aio" / "build.py"))["find_liburing"]() is None:
-        sys.stderr.write("infinity._aio is left out: liburing's header and library were not found (thread engine only).\n")
+        sys.stderr.write("infinity._aio is left out: liburing 2.3 or newer was not found (thread engine only).\n")
         return []
     return ["csrc/aio/build.py:ffibuilder"]
 

@@ -47,11 +47,11 @@ class AllOf:
 
     def wait(self) -> None:
         first_error: BaseException | None = None
-        for handle in self._handles:
+        for handle in reversed(self._handles):  # when the last is over the others mostly are, and cost no wait of their own
             try:
                 handle.wait()
             except Exception as error:  # noqa: BLE001 - kept and raised below, when no buffer is in use any more
-                first_error = first_error or error
+                first_error = error
         if first_error is not None:
             raise first_error
 

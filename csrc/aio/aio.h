@@ -13,13 +13,16 @@
 #define AIO_END_OF_FILE (-4096) /* a request's code when the file is shorter than it; below every -errno */
 #define AIO_MAX_QUEUE_DEPTH 4096
 #define AIO_MAX_BLOCK_BYTES (1 << 30) /* one completion counts its bytes in 31 bits */
+#define AIO_NO_TICKET (-1)
 
 enum { AIO_QUEUED, AIO_SUBMITTED, AIO_PARTIAL, AIO_DONE, AIO_FAILED };
+enum { AIO_NOT_YET, AIO_OVER, AIO_ALL_OVER };
 
 typedef struct aio_engine aio_engine;
 
 typedef struct {
     int32_t fd;
+    int32_t ticket;        /* of the registered file that the request is on, or AIO_NO_TICKET: then fd counts */
     int32_t writes;        /* 0: read into the address, 1: write from it */
     int32_t granule_bytes; /* progress counts in whole granules: the logical block under O_DIRECT, otherwise 1 */
     int64_t offset;
@@ -46,8 +49,23 @@ typedef struct {
 } aio_fault;
 
 int aio_open(uint32_t queue_depth, uint32_t block_bytes, const aio_fault *faults, uint32_t num_faults, aio_engine **engine);
-int aio_submit(aio_engine *engine, aio_request *requests, uint32_t count); /* all of them or, on error, none */
-int aio_wait(aio_engine *engine, aio_request *request, uint32_t timeout_milliseconds); /* 1: over, 0: not yet */
+
+/* Queues a batch: all of it or, on error, nothing. The requests of a batch are one array. */
+int aio_submit(aio_engine *engine, aio_request *requests, uint32_t count);
+
+/* Waits for one request of a batch. AIO_ALL_OVER: so is every other one of the batch. */
+int aio_wait(aio_engine *engine, aio_request *requests, uint32_t count, uint32_t index, uint32_t timeout_milliseconds);
+
+/* The first failed request from that index on; `count` where there is none. For a batch that is all over. */
+uint32_t aio_next_failure(const aio_request *requests, uint32_t count, uint32_t from);
+
+/* Registered files and memory make the requests on them cheaper. A ticket is never given out twice, and a request with one
+ * that is no longer valid fails with EBADF. Memory counts where a piece lies in one range; ranges are cut at 1 GiB. */
+int aio_register_file(aio_engine *engine, int32_t fd, int32_t *ticket);
+int aio_unregister_file(aio_engine *engine, int32_t ticket); /* -EBUSY: requests on it are not over */
+int aio_register_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes); /* all of it or, on error, none */
+int aio_unregister_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes);
+
 void aio_close(aio_engine *engine); /* finishes what is submitted, fails what is queued with ECANCELED, joins; once */
 void aio_free(aio_engine *engine);  /* after aio_close */
 

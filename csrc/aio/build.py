@@ -14,18 +14,21 @@ from pathlib import Path
 
 from cffi import FFI
 
-_SOURCES = ("csrc/aio/engine.c", "csrc/aio/ring.c")  # relative to the root, where setup.py runs
+_SOURCES = ("csrc/aio/engine.c", "csrc/aio/registered.c", "csrc/aio/ring.c")  # relative to the root, where setup.py runs
 
 _DECLARATIONS = """
 #define AIO_END_OF_FILE -4096
 #define AIO_MAX_QUEUE_DEPTH 4096
 #define AIO_MAX_BLOCK_BYTES 1073741824
+#define AIO_NO_TICKET -1
 
 enum { AIO_QUEUED, AIO_SUBMITTED, AIO_PARTIAL, AIO_DONE, AIO_FAILED };
+enum { AIO_NOT_YET, AIO_OVER, AIO_ALL_OVER };
 
 typedef struct aio_engine aio_engine;
 typedef struct {
     int32_t fd;
+    int32_t ticket;
     int32_t writes;
     int32_t granule_bytes;
     int64_t offset;
@@ -46,19 +49,27 @@ typedef struct {
 
 int aio_open(uint32_t queue_depth, uint32_t block_bytes, const aio_fault *faults, uint32_t num_faults, aio_engine **engine);
 int aio_submit(aio_engine *engine, aio_request *requests, uint32_t count);
-int aio_wait(aio_engine *engine, aio_request *request, uint32_t timeout_milliseconds);
+int aio_wait(aio_engine *engine, aio_request *requests, uint32_t count, uint32_t index, uint32_t timeout_milliseconds);
+uint32_t aio_next_failure(const aio_request *requests, uint32_t count, uint32_t from);
+int aio_register_file(aio_engine *engine, int32_t fd, int32_t *ticket);
+int aio_unregister_file(aio_engine *engine, int32_t ticket);
+int aio_register_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes);
+int aio_unregister_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes);
 void aio_close(aio_engine *engine);
 void aio_free(aio_engine *engine);
 """
 
 _TRIAL = """
 #include <liburing.h>
-int trial(struct io_uring *ring) { return io_uring_queue_init(1, ring, 0); }
+int trial(struct io_uring *ring, struct io_uring_sync_cancel_reg *what)
+{
+    return io_uring_queue_init(1, ring, IORING_SETUP_DEFER_TASKRUN) + io_uring_register_sync_cancel(ring, what);
+}
 """
 
 
 def find_liburing() -> tuple[str, ...] | None:
-    """Return the linker arguments for liburing, found by compiling and linking a trial library; None where there is none."""
+    """Return the linker arguments for liburing 2.3 or newer, found by linking a trial library; None where there is none."""
     archive = _print_file_name("liburing.a")
     candidates = ([(archive,)] if archive else []) + [("-luring",)]
     return next((arguments for arguments in candidates if _links(arguments)), None)

@@ -48,7 +48,7 @@ static int allocate(aio_engine *engine, const aio_fault *faults, uint32_t num_fa
     engine->num_faults = num_faults;
     for (uint32_t i = 0; i < engine->queue_depth; i++)
         engine->free_pieces[engine->num_free++] = &engine->pieces[i];
-    engine->wake_fd = eventfd(0, EFD_CLOEXEC);
+    engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return engine->wake_fd < 0 ? -errno : 0;
 }
 
@@ -115,9 +115,26 @@ static int check(const aio_operation *operation)
 static void wake(aio_engine *engine)
 {
     uint64_t one = 1;
-    /* The counter cannot overflow: the thread resets it whenever it wakes. */
+    /* The counter cannot overflow in 2^64 wake-ups. */
     while (write(engine->wake_fd, &one, sizeof(one)) < 0 && errno == EINTR)
         ;
+}
+
+/* Under the lock: whether the thread has to be woken for what was just left to it. */
+static bool take_asleep(aio_engine *engine)
+{
+    bool asleep = engine->asleep;
+    engine->asleep = false;
+    return asleep;
+}
+
+/* Requests with nothing to move are over at once. */
+static void queue(aio_engine *engine, aio_request *request)
+{
+    if (request->code || request->operation.length == 0)
+        atomic_store_explicit(&request->state, request->code ? AIO_FAILED : AIO_DONE, memory_order_release);
+    else
+        list_append(&engine->inbox, request);
 }
 
 int aio_submit(aio_engine *engine, aio_request *requests, uint32_t count)
@@ -129,26 +146,29 @@ int aio_submit(aio_engine *engine, aio_request *requests, uint32_t count)
     pthread_mutex_lock(&engine->lock);
     int code = engine->stopping ? -ESHUTDOWN : engine->broken;
     for (uint32_t i = 0; i < count && !code; i++)
-        list_append(&engine->inbox, &requests[i]);
-    bool asleep = engine->asleep && !code;
-    if (asleep)
-        engine->asleep = false;
+        queue(engine, &requests[i]);
+    bool asleep = engine->inbox.head && take_asleep(engine);
     pthread_mutex_unlock(&engine->lock);
     if (asleep)
         wake(engine);
     return code;
 }
 
-int aio_wait(aio_engine *engine, aio_request *request, uint32_t timeout_milliseconds)
+static struct timespec after(uint32_t milliseconds)
 {
-    if (over(request))
-        return 1;
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    uint64_t nanoseconds = (uint64_t)until.tv_nsec + (uint64_t)(timeout_milliseconds % 1000) * 1000000;
-    until.tv_sec += timeout_milliseconds / 1000 + nanoseconds / 1000000000;
+    uint64_t nanoseconds = (uint64_t)until.tv_nsec + (uint64_t)(milliseconds % 1000) * 1000000;
+    until.tv_sec += milliseconds / 1000 + nanoseconds / 1000000000;
     until.tv_nsec = nanoseconds % 1000000000;
+    return until;
+}
 
+static bool wait_for(aio_engine *engine, aio_request *request, uint32_t timeout_milliseconds)
+{
+    if (over(request) || !timeout_milliseconds)
+        return over(request);
+    struct timespec until = after(timeout_milliseconds);
     int code = 0;
     pthread_mutex_lock(&engine->lock);
     request->waiters++;
@@ -157,6 +177,64 @@ int aio_wait(aio_engine *engine, aio_request *request, uint32_t timeout_millisec
     request->waiters--;
     pthread_mutex_unlock(&engine->lock);
     return over(request);
+}
+
+int aio_wait(aio_engine *engine, aio_request *requests, uint32_t count, uint32_t index, uint32_t timeout_milliseconds)
+{
+    if (!wait_for(engine, &requests[index], timeout_milliseconds))
+        return AIO_NOT_YET;
+    while (count && over(&requests[count - 1]))
+        count--;
+    return count ? AIO_OVER : AIO_ALL_OVER;
+}
+
+uint32_t aio_next_failure(const aio_request *requests, uint32_t count, uint32_t from)
+{
+    while (from < count && !requests[from].code)
+        from++;
+    return from;
+}
+
+/* Lets the thread run a command and waits for the result. */
+static int order(aio_engine *engine, command *command)
+{
+    pthread_mutex_lock(&engine->lock);
+    int code = engine->stopping ? -ESHUTDOWN : engine->broken;
+    if (code) {
+        pthread_mutex_unlock(&engine->lock);
+        return code;
+    }
+    command->next = engine->commands;
+    engine->commands = command;
+    if (take_asleep(engine))
+        wake(engine);
+    while (!command->done)
+        pthread_cond_wait(&engine->changed, &engine->lock);
+    pthread_mutex_unlock(&engine->lock);
+    return command->result;
+}
+
+int aio_register_file(aio_engine *engine, int32_t fd, int32_t *ticket)
+{
+    command command = {.run = run_register_file, .fd = fd, .ticket = AIO_NO_TICKET};
+    int code = order(engine, &command);
+    *ticket = command.ticket;
+    return code;
+}
+
+int aio_unregister_file(aio_engine *engine, int32_t ticket)
+{
+    return order(engine, &(command){.run = run_unregister_file, .ticket = ticket});
+}
+
+int aio_register_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes)
+{
+    return order(engine, &(command){.run = run_register_memory, .address = address, .num_bytes = num_bytes});
+}
+
+int aio_unregister_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes)
+{
+    return order(engine, &(command){.run = run_unregister_memory, .address = address, .num_bytes = num_bytes});
 }
 
 void aio_close(aio_engine *engine)

@@ -6,39 +6,53 @@
 #include "engine.h"
 
 #include <errno.h>
-#include <string.h>
+#include <poll.h>
+#include <time.h>
+#include <unistd.h>
 
 #define AIO_READ_RUN 8
 #define AIO_MAX_RETRIES 64 /* of one piece without progress */
+#define AIO_BYTES_PER_WAKE (256 << 10)
+#define AIO_LONGEST_WAIT_NANOSECONDS 10000000 /* for more than one completion */
+#define AIO_QUIESCE_MILLISECONDS 60000
 
-/* Numbers of the kernel's interface that older liburing headers lack. */
-#ifndef IORING_SETUP_COOP_TASKRUN
-#define IORING_SETUP_COOP_TASKRUN (1U << 8)
-#endif
-#ifndef IORING_SETUP_SINGLE_ISSUER
-#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
-#endif
-#ifndef IORING_SETUP_DEFER_TASKRUN
-#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
-#endif
-
-/* Opens the ring with the best flags that the kernel takes; registered buffers and files would be set up here. */
+/* Opens the ring with the best flags that the kernel takes. */
 static int open_ring(aio_engine *engine)
 {
     static const unsigned flags[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
     int code = -EINVAL;
-    /* One entry for each piece and one for the wake-up read, so that there is always a free entry. */
+    /* One entry for each piece and one for the wake-up poll, so that there is always a free entry. */
     for (unsigned i = 0; i < sizeof(flags) / sizeof(*flags) && code == -EINVAL; i++)
         code = io_uring_queue_init(engine->queue_depth + 1, &engine->ring, flags[i]);
     return code;
 }
 
+/* The poll touches no memory, so nothing waits for it when the engine closes. */
 static void arm_wake(aio_engine *engine)
 {
     struct io_uring_sqe *entry = io_uring_get_sqe(&engine->ring);
-    io_uring_prep_read(entry, engine->wake_fd, &engine->wake_count, sizeof(engine->wake_count), 0);
+    if (engine->wake_once) {
+        uint64_t count; /* a poll that fires once fires for what was written before, too */
+        (void)!read(engine->wake_fd, &count, sizeof(count));
+        io_uring_prep_poll_add(entry, engine->wake_fd, POLLIN);
+    } else {
+        io_uring_prep_poll_multishot(entry, engine->wake_fd, POLLIN);
+    }
     io_uring_sqe_set_data(entry, NULL);
     engine->wake_armed = true;
+}
+
+/* Returns -errno where the ring cannot be woken any more. */
+static int woken(aio_engine *engine, const struct io_uring_cqe *completion)
+{
+    if (completion->flags & IORING_CQE_F_MORE)
+        return 0;
+    engine->wake_armed = false;
+    if (completion->res == -EINVAL && !engine->wake_once) {
+        engine->wake_once = true;
+        return 0;
+    }
+    return completion->res < 0 && completion->res != -EINTR && completion->res != -EAGAIN ? completion->res : 0;
 }
 
 static void issue(aio_engine *engine, piece *part)
@@ -46,11 +60,21 @@ static void issue(aio_engine *engine, piece *part)
     const aio_operation *operation = &part->request->operation;
     struct io_uring_sqe *entry = io_uring_get_sqe(&engine->ring);
     void *address = (void *)(uintptr_t)part->address;
-    if (operation->writes)
-        io_uring_prep_write(entry, operation->fd, address, part->length, (uint64_t)part->offset);
+    int range = index_of_range(engine, part->address, part->length);
+    int fd = operation->ticket == AIO_NO_TICKET ? operation->fd : operation->ticket % AIO_MAX_FILES;
+    uint64_t offset = (uint64_t)part->offset;
+    if (operation->writes && range >= 0)
+        io_uring_prep_write_fixed(entry, fd, address, part->length, offset, range);
+    else if (operation->writes)
+        io_uring_prep_write(entry, fd, address, part->length, offset);
+    else if (range >= 0)
+        io_uring_prep_read_fixed(entry, fd, address, part->length, offset, range);
     else
-        io_uring_prep_read(entry, operation->fd, address, part->length, (uint64_t)part->offset);
+        io_uring_prep_read(entry, fd, address, part->length, offset);
+    if (operation->ticket != AIO_NO_TICKET)
+        io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
     io_uring_sqe_set_data(entry, part);
+    engine->recent_bytes = part->length;
 }
 
 /* The queue whose turn it is; NULL when nothing waits. */
@@ -100,12 +124,21 @@ static void fail(aio_engine *engine, aio_request *request, int code, int64_t off
     }
 }
 
+static void finish(aio_engine *engine, aio_request *request)
+{
+    registered_file *file = file_of_ticket(engine, request->operation.ticket);
+    if (file)
+        file->num_users--;
+    list_append(&engine->finished, request);
+}
+
 static void retire(aio_engine *engine, piece *part)
 {
     aio_request *request = part->request;
+    part->request = NULL;
     engine->free_pieces[engine->num_free++] = part;
     if (--request->in_flight == 0 && request->issued_bytes == request->operation.length)
-        list_append(&engine->finished, request);
+        finish(engine, request);
 }
 
 static bool retry(aio_engine *engine, piece *part)
@@ -166,13 +199,10 @@ static int reap(aio_engine *engine)
     io_uring_for_each_cqe(&engine->ring, head, completion) {
         piece *part = io_uring_cqe_get_data(completion);
         seen++;
-        if (part) {
+        if (part)
             complete(engine, part, with_faults(engine, completion->res));
-        } else {
-            engine->wake_armed = false;
-            if (completion->res < 0 && completion->res != -EINTR && completion->res != -EAGAIN)
-                code = completion->res;
-        }
+        else
+            code = woken(engine, completion);
     }
     io_uring_cq_advance(&engine->ring, seen);
     return code;
@@ -182,8 +212,8 @@ static void cancel_unissued(aio_engine *engine, request_list *queue)
 {
     aio_request *partly = queue->head && queue->head->issued_bytes ? list_pop(queue) : NULL;
     for (aio_request *request; (request = list_pop(queue));) {
-        request->code = request->code ? request->code : -ECANCELED;
-        list_append(&engine->finished, request);
+        request->code = -ECANCELED;
+        finish(engine, request);
     }
     if (partly)
         list_append(queue, partly);
@@ -201,6 +231,51 @@ static void publish(aio_engine *engine)
         pthread_cond_broadcast(&engine->changed);
 }
 
+/* A request that the thread takes over is counted on its file until it is over. */
+static void take(aio_engine *engine, aio_request *request)
+{
+    int32_t ticket = request->operation.ticket;
+    registered_file *file = file_of_ticket(engine, ticket);
+    if (file)
+        file->num_users++;
+    if (file || ticket == AIO_NO_TICKET) {
+        list_append(&engine->queues[request->operation.writes != 0], request);
+    } else {
+        request->code = -EBADF;
+        finish(engine, request);
+    }
+}
+
+/* Entries that were prepared name places in the tables, so the kernel has to have seen them before a table changes. */
+static void submit_prepared(aio_engine *engine)
+{
+    int code = 0;
+    while (io_uring_sq_ready(&engine->ring) && (code >= 0 || code == -EINTR || code == -EAGAIN))
+        code = io_uring_submit(&engine->ring);
+}
+
+/* After the requests that were submitted before them, so that a file is never taken from under one. */
+static void run_commands(aio_engine *engine, command *newest)
+{
+    if (!engine->broken)
+        submit_prepared(engine);
+    command *oldest = NULL;
+    for (command *next; newest; newest = next) {
+        next = newest->next;
+        newest->next = oldest;
+        oldest = newest;
+    }
+    for (command *one = oldest; one; one = one->next)
+        one->result = engine->broken ? engine->broken : one->run(engine, one);
+    pthread_mutex_lock(&engine->lock);
+    for (command *next; oldest; oldest = next) {
+        next = oldest->next;
+        oldest->done = true; /* from then on it is its owner's */
+    }
+    pthread_cond_broadcast(&engine->changed);
+    pthread_mutex_unlock(&engine->lock);
+}
+
 /* Publishes what is over and takes what is new; returns whether the engine is closing. */
 static bool exchange(aio_engine *engine)
 {
@@ -210,37 +285,92 @@ static bool exchange(aio_engine *engine)
     bool stopping = engine->stopping;
     request_list taken = engine->inbox;
     engine->inbox = (request_list){0};
+    command *commands = engine->commands;
+    engine->commands = NULL;
     pthread_mutex_unlock(&engine->lock);
 
-    for (aio_request *request; (request = list_pop(&taken));) {
-        bool over = request->code || request->operation.length == 0;
-        list_append(over ? &engine->finished : &engine->queues[request->operation.writes != 0], request);
-    }
+    for (aio_request *request; (request = list_pop(&taken));)
+        take(engine, request);
+    if (commands)
+        run_commands(engine, commands);
     for (int i = 0; i < 2 && stopping; i++)
         cancel_unissued(engine, &engine->queues[i]);
     return stopping;
 }
 
 /* Returns false when there is news to deal with before waiting. With a full window completions wake the thread anyway. */
-static bool may_sleep(aio_engine *engine)
+static bool may_sleep(aio_engine *engine, bool stopping)
 {
     if (engine->finished.head)
         return false;
     if (!engine->num_free)
         return true;
     pthread_mutex_lock(&engine->lock);
-    bool news = engine->inbox.head != NULL;
+    bool news = engine->inbox.head || engine->commands || engine->stopping != stopping;
     engine->asleep = !news;
     pthread_mutex_unlock(&engine->lock);
     return !news;
 }
 
+/* How many completions to wait for. While requests queue up behind a full window, small pieces are taken some at a time: that
+ * saves a system call for each and leaves most of the window at the kernel. */
+static unsigned num_awaited(const aio_engine *engine)
+{
+    bool backlog = engine->queues[0].head || engine->queues[1].head;
+    if (!backlog || !(engine->ring.features & IORING_FEAT_EXT_ARG))
+        return 1;
+    uint32_t most = engine->queue_depth / 8, wanted = AIO_BYTES_PER_WAKE / engine->recent_bytes;
+    wanted = wanted < most ? wanted : most;
+    return wanted ? wanted : 1;
+}
+
 static int wait_for_completions(aio_engine *engine)
 {
-    int code = io_uring_submit_and_wait(&engine->ring, 1);
-    if (code < 0 && code != -EINTR && code != -EAGAIN && code != -EBUSY)
+    unsigned awaited = num_awaited(engine);
+    struct __kernel_timespec longest = {.tv_nsec = AIO_LONGEST_WAIT_NANOSECONDS};
+    struct io_uring_cqe *first;
+    int code = awaited > 1 ? io_uring_submit_and_wait_timeout(&engine->ring, &first, awaited, &longest, NULL)
+                           : io_uring_submit_and_wait(&engine->ring, 1);
+    if (code < 0 && code != -EINTR && code != -EAGAIN && code != -EBUSY && code != -ETIME)
         return code;
     return reap(engine);
+}
+
+static void fail_queue(aio_engine *engine, request_list *queue, int code)
+{
+    for (aio_request *request; (request = list_pop(queue));) {
+        request->code = request->code ? request->code : code;
+        finish(engine, request);
+    }
+}
+
+/* Takes back the pieces whose entry the kernel never took. */
+static void take_back_unsubmitted(aio_engine *engine)
+{
+    struct io_uring_sq *queue = &engine->ring.sq;
+    for (unsigned left = io_uring_sq_ready(&engine->ring); left; left--) {
+        piece *part = (piece *)(uintptr_t)queue->sqes[(queue->sqe_tail - left) & queue->ring_mask].user_data;
+        if (part)
+            retire(engine, part);
+    }
+}
+
+/* Returns when the kernel uses no buffer any more. Closing a ring does not wait for that, and where somebody closed its
+ * descriptor nothing does: then a minute has to be enough, which is longer than the kernel gives a disk for one request. */
+static void quiesce(aio_engine *engine)
+{
+    struct io_uring_sync_cancel_reg everything = {.flags = IORING_ASYNC_CANCEL_ANY, .timeout = {-1, -1}};
+    if (engine->num_free < engine->queue_depth)
+        io_uring_register_sync_cancel(&engine->ring, &everything); /* what waits for something other than a disk */
+    for (int milliseconds = 0; engine->num_free < engine->queue_depth && milliseconds < AIO_QUIESCE_MILLISECONDS;) {
+        struct io_uring_cqe *first;
+        int code = io_uring_wait_cqe(&engine->ring, &first);
+        reap(engine);
+        if (code < 0 && code != -EINTR && code != -EAGAIN) {
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+            milliseconds++;
+        }
+    }
 }
 
 /* Fails everything with the error that ended the ring. */
@@ -248,22 +378,26 @@ static void fail_all(aio_engine *engine, int code)
 {
     pthread_mutex_lock(&engine->lock);
     engine->broken = code;
-    for (uint32_t i = 0; i < engine->queue_depth; i++) {
-        piece *part = &engine->pieces[i];
-        bool at_kernel = part->request != NULL;
-        for (uint32_t j = 0; j < engine->num_free && at_kernel; j++)
-            at_kernel = engine->free_pieces[j] != part;
-        if (at_kernel) {
-            fail(engine, part->request, code, part->offset);
-            retire(engine, part);
-        }
-    }
-    request_list *waiting[] = {&engine->queues[0], &engine->queues[1], &engine->inbox};
-    for (int i = 0; i < 3; i++)
-        for (aio_request *request; (request = list_pop(waiting[i]));) {
-            request->code = request->code ? request->code : code;
-            list_append(&engine->finished, request);
-        }
+    request_list unseen = engine->inbox;
+    engine->inbox = (request_list){0};
+    command *commands = engine->commands;
+    engine->commands = NULL;
+    pthread_mutex_unlock(&engine->lock);
+
+    for (uint32_t i = 0; i < engine->queue_depth; i++)
+        if (engine->pieces[i].request)
+            fail(engine, engine->pieces[i].request, code, engine->pieces[i].offset);
+    take_back_unsubmitted(engine);
+    quiesce(engine);
+    for (uint32_t i = 0; i < engine->queue_depth; i++)
+        if (engine->pieces[i].request)
+            retire(engine, &engine->pieces[i]);
+    for (aio_request *request; (request = list_pop(&unseen));)
+        take(engine, request);
+    fail_queue(engine, &engine->queues[0], code);
+    fail_queue(engine, &engine->queues[1], code);
+    run_commands(engine, commands);
+    pthread_mutex_lock(&engine->lock);
     publish(engine);
     pthread_mutex_unlock(&engine->lock);
 }
@@ -273,11 +407,11 @@ static int serve(aio_engine *engine)
     for (;;) {
         bool stopping = exchange(engine);
         fill(engine);
-        if (!stopping && !engine->wake_armed)
+        if (!engine->wake_armed)
             arm_wake(engine);
-        if (!may_sleep(engine))
+        if (!may_sleep(engine, stopping))
             continue;
-        if (stopping && !engine->wake_armed && engine->num_free == engine->queue_depth)
+        if (stopping && engine->num_free == engine->queue_depth)
             return 0;
         int code = wait_for_completions(engine);
         if (code < 0)
@@ -298,8 +432,8 @@ void *ring_thread(void *argument)
     if (code)
         return NULL;
     code = serve(engine);
-    io_uring_queue_exit(&engine->ring);
     if (code)
         fail_all(engine, code);
+    io_uring_queue_exit(&engine->ring);
     return NULL;
 }

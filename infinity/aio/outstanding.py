@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from infinity.aio.request import Op, Request
@@ -50,20 +50,17 @@ class Outstanding:
         """Raise StorageError for the failed requests that nobody has waited for; all requests are over."""
         with self._lock:
             handles, self._handles = self._handles, set()
-        failures = []
-        for handle in handles:
-            failure = handle.failure() if handle.done() else None  # not done: a submission that was refused
-            if failure is not None and not _is_harmless(handle, failure):
-                failures.append(failure)
-        if failures:
-            first = failures[0]
-            raise type(first)(
-                f"{len(failures)} request(s) failed and nobody waited for them; one of them: {first.message}",
-                remedy=first.remedy,
-                errno=first.errno or 0,
-            )
+        failures = [(handle.request.op, handle.failure()) for handle in handles if handle.done()]  # else it was refused
+        raise_unwaited([(op, failure) for op, failure in failures if failure is not None])
 
 
-def _is_harmless(handle: TrackedHandle, failure: StorageError) -> bool:
-    """A read that the close itself cancelled lost nothing."""
-    return failure.errno == errno.ECANCELED and handle.request.op is Op.READ
+def raise_unwaited(failures: Sequence[tuple[Op, StorageError]]) -> None:
+    """Raise one StorageError for failures that nobody has waited for; a read that `close` cancelled lost nothing."""
+    lost = [failure for op, failure in failures if not (failure.errno == errno.ECANCELED and op is Op.READ)]
+    if lost:
+        first = lost[0]
+        raise type(first)(
+            f"{len(lost)} request(s) failed and nobody waited for them; one of them: {first.message}",
+            remedy=first.remedy,
+            errno=first.errno or 0,
+        )

@@ -8,101 +8,22 @@ import resource
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange
+from infinity.aio.engine import ENGINE_MOVES, EngineFacts, EngineState, MemoryRange
 from infinity.aio.files import DirectFile
-from infinity.aio.outstanding import Outstanding
-from infinity.aio.request import Op, Request, RequestState, request_error
+from infinity.aio.native import NativeEngine
+from infinity.aio.native import ffi as _ffi
+from infinity.aio.native import import_error as _import_error
+from infinity.aio.native import lib as _lib
+from infinity.aio.registration import Registration
+from infinity.aio.request import Request
+from infinity.aio.submissions import Batch, Submissions, UringHandle
 from infinity.byte_sizes import KIB, format_bytes, round_up
 from infinity.errors import IllegalTransition, PlatformError, StorageError
 from infinity.handles import Handle
 from infinity.states import Lifecycle
 
-try:
-    from infinity._aio import ffi as _ffi
-    from infinity._aio import lib as _lib
-except ImportError as error:
-    _ffi = _lib = None
-    _import_error = str(error)
-
-# Signals reach Python's handlers between two waits.
-_WAIT_MILLISECONDS = 500
-_OVER = int(RequestState.DONE)
 _SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
-
-
-class NativeEngine:
-    """Owns the C engine: closed once, then freed.
-
-    Not left to a destructor of cffi: of the objects in a cycle the garbage collector may finalise the pointer first, and the
-    C thread would go on in freed memory.
-    """
-
-    __slots__ = ("_closed", "_closing", "_owner_pid", "pointer")
-
-    def __init__(self, pointer: Any, owner_pid: int) -> None:
-        self.pointer = pointer  # aio_engine *
-        self._owner_pid = owner_pid
-        self._closed = False
-        self._closing = threading.Lock()
-
-    def close(self) -> bool:
-        """Finish what is in flight and end the thread; return False in a forked child, which has no thread to join."""
-        if os.getpid() != self._owner_pid:
-            return False
-        with self._closing:
-            if not self._closed:
-                _lib.aio_close(self.pointer)
-            self._closed = True
-        return True
-
-    def __del__(self) -> None:
-        self.close()
-        _lib.aio_free(self.pointer)
-
-
-class UringHandle:
-    """The handle of one request at the C engine."""
-
-    __slots__ = ("_batch", "_engine", "_failure", "_native", "_outstanding", "_settled", "request")
-
-    def __init__(self, request: Request, batch: Any, index: int, engine: NativeEngine, outstanding: Outstanding) -> None:
-        self.request = request
-        self._batch = batch  # aio_request[]: owns the memory of every request of one submission
-        self._native = batch[index]  # aio_request &
-        self._engine = engine
-        self._outstanding = outstanding
-        self._settled = False
-        self._failure: StorageError | None = None
-
-    @property
-    def state(self) -> RequestState:
-        return RequestState(self._native.state)
-
-    def done(self) -> bool:
-        return bool(self._native.state >= _OVER)
-
-    def wait(self) -> None:
-        if not self._settled:
-            pointer = _ffi.addressof(self._native)
-            while not _lib.aio_wait(self._engine.pointer, pointer, _WAIT_MILLISECONDS):
-                pass
-            self.failure()
-            self._outstanding.notice(self)
-        if self._failure is not None:
-            raise self._failure
-
-    def failure(self) -> StorageError | None:
-        """Return why the request failed; only once `done`. Two threads at once do the same twice, which is harmless."""
-        if not self._settled:
-            request, code = self.request, self._native.code
-            if code:
-                self._failure = request_error(request, code, self._native.failed_offset)
-            elif not request.file.direct:
-                request.file.drop_cache(request.offset, request.length)
-            self._settled = True
-        return self._failure
 
 
 class UringEngine:
@@ -112,40 +33,39 @@ class UringEngine:
     """
 
     name = "uring"
-    facts = UNREGISTERED
 
-    def __init__(self, native: NativeEngine, outstanding: Outstanding) -> None:
+    def __init__(self, native: NativeEngine) -> None:
         self._native = native
-        self._outstanding = outstanding
+        self._registration = Registration(native)
+        self._submissions = Submissions()
         self._lifecycle = Lifecycle("io_uring engine", EngineState.OPEN, ENGINE_MOVES)
         self._closing = threading.Lock()
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
-        """See Engine.submit."""
-        batch = _ffi.new(
-            "aio_request[]",
-            [((r.file.fd, r.op is Op.WRITE, r.file.granule_bytes, r.offset, r.address, r.length),) for r in requests],
-        )
-        native, outstanding = self._native, self._outstanding
-        handles = [UringHandle(request, batch, index, native, outstanding) for index, request in enumerate(requests)]
-        # Before the kernel can touch a buffer, so that nothing that happens in between lets go of one.
-        outstanding.add(handles)
-        code = _lib.aio_submit(native.pointer, batch, len(handles))
-        if code == -errno.ESHUTDOWN:
-            raise IllegalTransition("io_uring engine: it is CLOSED and takes no requests.")
-        if code:
-            raise StorageError(
-                f"io_uring takes no requests any more: {os.strerror(-code)} (errno {-code}).",
-                remedy='Use the engine "threads".',
-                errno=-code,
-            )
-        return list[Handle[None]](handles)
+    @property
+    def facts(self) -> EngineFacts:
+        """See Engine.facts."""
+        return self._registration.facts()
 
     def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
-        """See Engine.register."""
+        """See Engine.register. Memory is brought in and stays until it is unregistered; files are the ring's until then."""
+        self._registration.add(files, memory)
 
     def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
         """See Engine.unregister."""
+        if self._native.has_thread():
+            self._registration.remove(files, memory)
+
+    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+        """See Engine.submit."""
+        batch = Batch(requests, self._native, self._submissions)
+        batch.fill(self._registration.tickets)
+        if batch.requests:  # before the kernel can touch a buffer, so that nothing in between lets go of one
+            self._submissions.add(batch)
+        code = batch.submit()
+        if code:
+            self._submissions.discard(batch)
+            raise _no_more(code)
+        return [UringHandle(batch, index) for index in range(len(batch.requests))]
 
     def close(self) -> None:
         """See Engine.close."""
@@ -155,7 +75,7 @@ class UringEngine:
             self._lifecycle.to(EngineState.CLOSED)
             if not self._native.close():
                 return
-        self._outstanding.raise_failures()
+        self._submissions.raise_failures()
 
     def __del__(self) -> None:
         # The C thread uses memory that only this engine keeps alive, so it ends before that goes.
@@ -178,7 +98,17 @@ def open_uring(*, queue_depth: int, block_bytes: int, faults: Mapping[int, int] 
     code = _lib.aio_open(queue_depth, block_bytes, table, len(table), opened)
     if code:
         raise _refusal(-code, queue_depth)
-    return UringEngine(NativeEngine(opened[0], os.getpid()), Outstanding())
+    return UringEngine(NativeEngine(opened[0], os.getpid()))
+
+
+def _no_more(code: int) -> IllegalTransition | StorageError:
+    if code == -errno.ESHUTDOWN:
+        return IllegalTransition("io_uring engine: it is CLOSED and takes no requests.")
+    return StorageError(
+        f"io_uring takes no requests any more: {os.strerror(-code)} (errno {-code}).",
+        remedy='Use the engine "threads".',
+        errno=-code,
+    )
 
 
 def _refusal(number: int, queue_depth: int) -> PlatformError:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from infinity.aio.engine import Engine
+from infinity.aio.engine import UNREGISTERED, Engine, MemoryRange
+from infinity.aio.files import DirectFile
 from infinity.aio.request import Request
 from infinity.handles import Handle
 from infinity.memory.arena import Buffer, open_arena
@@ -134,10 +135,17 @@ class LazyEngine:
     """Does a request only when somebody waits for it, so that whoever does not wait for a write reads old bytes."""
 
     name = "lazy"
+    facts = UNREGISTERED
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.done: list[Request] = []  # in the order in which they were done
+
+    def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        pass
+
+    def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+        pass
 
     def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
         return [_LazyHandle(self, request) for request in requests]
