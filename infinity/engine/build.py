@@ -22,6 +22,7 @@ from infinity.engine.determinism import compute_deterministically
 from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
+from infinity.engine.io_buffers import register_io_buffers
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
@@ -198,6 +199,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     )
     resources.callback(stream.close)
     slots = open_weight_slots(plan, ledger, compute, pin, resources)
+    gradient_slots = open_gradient_slots(plan, ledger, pin, resources)
+    register_io_buffers(io_engine, store, stream, slots, gradient_slots, placed, resources)
     if request.adopted is None:
         _fill(store, pieces, InitializedValues(request.init), slots)
     in_host_memory = {
@@ -221,7 +224,6 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         transfers,
         recorder,
     )
-    gradient_slots = open_gradient_slots(plan, ledger, pin, resources)
     gradients = WaitingGradients(
         store=store,
         layouts=pieces.layouts,
@@ -297,7 +299,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             persistence=persistence,
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
-            notes=(*request.notes, *model_notes, *io_notes),
+            io=io_engine.facts,
+            notes=(*request.notes, *model_notes, *io_notes, *io_engine.facts.notes),
             resources=_closed_at_exit(resources.pop_all()),
         )
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from infinity.aio.engine import EngineFacts
 from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed
@@ -56,6 +57,7 @@ class EngineParts:
     persistence: Persistence
     activations: ActivationMeter
     num_micro_batches: int
+    io: EngineFacts  # what is registered with the engine of reads and writes
     notes: tuple[str, ...]  # what was not available, in sentences
     resources: ExitStack
 
@@ -112,6 +114,11 @@ class Engine:
     @property
     def lr_scheduler(self) -> LrSchedule:
         return self._parts.lr_schedule
+
+    @property
+    def io(self) -> EngineFacts:
+        """What is registered with the engine that does the reads and writes."""
+        return self._parts.io
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -111,6 +111,11 @@ class BufferPool:
         with self._changed:
             return len(self._free) + sum(handle.done() for _, handle in self._in_flight)
 
+    @property
+    def buffer(self) -> Buffer:
+        """The memory of all slots: for those who must know where it is, not for its content."""
+        return self._arena.buffer
+
     def close(self) -> None:
         """Wait for the slots in flight and return the memory. Raises IllegalTransition while leases are out.
 

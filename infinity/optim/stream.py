@@ -78,6 +78,11 @@ class UpdateStream:
         self._thread.start()
 
     @property
+    def gradient_buffer(self) -> Buffer | None:
+        """The memory that spilled gradients come into; None where none is spilled."""
+        return self._gradient_slots.buffer if self._gradient_slots is not None else None
+
+    @property
     def pending_shards(self) -> tuple[int, ...]:
         """The shards whose update has been fixed by `begin` and not been asked for yet."""
         with self._changed:

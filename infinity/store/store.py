@@ -51,9 +51,10 @@ class Store:
 
     def __init__(
         self, *, shards: Shards, cells: Sequence[ShardCells], table: ExtentTable, grad_element_bytes: int, engine: Engine,
-        recorder: Recorder, space: SwapSpace, io: SwapIo, num_tile_slots: int, resources: ExitStack,
+        recorder: Recorder, space: SwapSpace, io: SwapIo, tile_slots: BufferPool | None, resources: ExitStack,
     ) -> None:  # fmt: skip
-        self.num_tile_slots = num_tile_slots  # 0 when every tile is resident
+        self.num_tile_slots = tile_slots.num_slots if tile_slots else 0  # 0 when every tile is resident
+        self.tile_buffer = tile_slots.buffer if tile_slots else None  # the memory of all slots
         self.directories = space.run_paths
         self.removed_runs: tuple[Removed, ...] = space.removed  # dead runs whose files were removed at the start
         self._shards = tuple(shards)
@@ -243,6 +244,8 @@ def open_store(
                     remedy="Resume with the settings that it was written with.",
                 )
         io = SwapIo(engine, space.files, recorder)
+        engine.register(files=space.files)
+        resources.callback(engine.unregister, files=space.files)
         pool = _open_slots(table, num_tile_slots, ledger=ledger, resources=resources)
         parts = CellParts(io, space, pool, ledger, pin, resources)
         cells = [
@@ -253,7 +256,7 @@ def open_store(
             _read_resident(shards, cells, space, engine, recorder)
         return Store(
             shards=shards, cells=cells, table=table, grad_element_bytes=grad_element_bytes, engine=engine, recorder=recorder,
-            space=space, io=io, num_tile_slots=pool.num_slots if pool else 0, resources=resources.pop_all(),
+            space=space, io=io, tile_slots=pool, resources=resources.pop_all(),
         )  # fmt: skip
 
 
