@@ -13,6 +13,7 @@ from infinity.models.presets import activation_bytes, block_kept_bytes, paramete
 from infinity.placement import Plan
 from infinity.train.preflight import Checked
 from infinity.train.reporter import Reporter, Row
+from infinity.train.summary import io_words
 
 # What the C library's allocator keeps above the tensors that are alive.
 _ALLOCATOR_SHARE = 1.25
@@ -53,7 +54,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         _say_what_checkpoints_take(checked, plan, reporter)
         reporter.phase("Initialising")
 
-    return initialize(
+    engine = initialize(
         model=model,
         config=config,
         init=parameter_initializer(checked.gpt, config.seed),
@@ -64,6 +65,13 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         adopt=checked.resume_from,
         on_plan=on_plan,
     ).engine
+    if checked.probe is not None and engine.plan.uses_nvme:
+        facts = engine.io
+        words = io_words(
+            checked.probe.engine, registered_files=facts.registered_files, registered_buffers=facts.registered_buffers
+        )
+        reporter.note(" ".join((f"Reads and writes: {words}.", *facts.notes)))
+    return engine
 
 
 def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter) -> None:

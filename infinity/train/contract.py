@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinity.aio.engine import EngineFacts
 from infinity.memory.ledger import Ledger
 from infinity.placement.plan import Plan
 from infinity.telemetry.recorder import Recorder
@@ -42,6 +43,8 @@ class TrainingEngine(Protocol):
     def ledger(self) -> Ledger: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def io(self) -> EngineFacts: ...
     @property
     def recorder(self) -> Recorder: ...
     def train_batch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> StepOutcome: ...

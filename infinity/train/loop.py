@@ -202,6 +202,8 @@ class Loop:
             rss_peak_bytes=peak_rss_bytes(),
             placement=self._engine.plan.to_json(),
             engine=checked.probe.engine if checked.probe else "none",
+            registered_files=self._engine.io.registered_files,
+            registered_buffers=self._engine.io.registered_buffers,
             precision="bf16" if checked.config.bf16.enabled else "fp32",
             resumed_from=str(checked.resume_from) if checked.resume_from else None,
             checkpoint=self._saved[1] if self._saved else None,

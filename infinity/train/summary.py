@@ -76,6 +76,8 @@ class Summary:
     rss_peak_bytes: int
     placement: Mapping[str, object]
     engine: str  # of reads and writes; "none" without NVMe
+    registered_files: bool  # with that engine
+    registered_buffers: bool
     precision: str
     resumed_from: str | None
     checkpoint: str | None  # the last one that was written
@@ -98,6 +100,10 @@ class Summary:
                 for entry in self.evaluations[-1:]
             ),
             Row("Tokens", f"{self.tokens} in {self.seconds:.1f} s, {self.tokens_per_second:.0f} a second"),
+            Row(
+                "I/O",
+                io_words(self.engine, registered_files=self.registered_files, registered_buffers=self.registered_buffers),
+            ),
             Row("NVMe", f"{format_bytes(self.nvme_read_bytes)} read, {format_bytes(self.nvme_write_bytes)} written"),
             Row(
                 "Memory peak", f"{format_bytes(self.cpu_memory_peak_bytes)} booked, {format_bytes(self.rss_peak_bytes)} RSS"
@@ -114,6 +120,12 @@ class Summary:
             return (Row("Final loss", "none: no step was taken"),)
         loss = f"{self.final_loss:.4f} nats per byte (mean of the last steps {self.mean_loss_of_last_steps:.4f})"
         return (Row("Final loss", loss),)
+
+
+def io_words(engine: str, *, registered_files: bool, registered_buffers: bool) -> str:
+    """Return what does the reads and writes, and what is registered with it."""
+    registered = [name for name, holds in (("files", registered_files), ("buffers", registered_buffers)) if holds]
+    return f"{engine}, {' and '.join(registered)} registered" if registered else engine
 
 
 def versions(**of_parts: str) -> dict[str, str]:

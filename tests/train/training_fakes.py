@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.aio.engine import EngineFacts
 from infinity.checkpoint.manifest import CheckpointState, Counters, Fingerprint
 from infinity.checkpoint.reader import open_checkpoint
 from infinity.checkpoint.specs import TensorSpec
@@ -93,6 +94,7 @@ class FakeEngine:
         self.ledger = Ledger({Tier.CPU: 1 << 30})
         self.plan = FakePlan()
         self.recorder = Recorder()
+        self.io = EngineFacts(registered_files=True, registered_buffers=False, notes=())
         self.pending_bytes = 0  # of the last step's update, written when something asks for the state or the next step runs
         self.state = 0.0
         self.steps = 0
