@@ -48,9 +48,13 @@ class DoesNotFit(InfinityError):
 
 
 class PlatformError(InfinityError):
-    """The machine lacks something that was asked for."""
+    """The machine lacks something that was asked for; `errno` is the system's number where it refused, otherwise 0."""
 
     exit_code = 4
+
+    def __init__(self, message: str, *, remedy: str = "", errno: int = 0) -> None:
+        super().__init__(message, remedy=remedy)
+        self.errno = errno
 
 
 class StorageError(InfinityError, OSError):

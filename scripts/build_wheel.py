@@ -55,7 +55,7 @@ def foreign_libraries(directory: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build, install into an empty directory, and use both native modules with an empty PATH."""
+    """Build, install into an empty directory, and use the native modules and the doctor with an empty PATH."""
     destination = Path(sys.argv[1]).resolve()
     wheel = build(destination)
     with tempfile.TemporaryDirectory() as temporary:
@@ -67,6 +67,8 @@ def main() -> int:
         environment = {"PATH": "", "PYTHONPATH": os.pathsep.join([temporary, os.environ.get("PYTHONPATH", "")])}
         trial = [sys.executable, "-c", TRIAL, temporary]
         subprocess.run(trial, cwd=temporary, env=environment, check=True)
+        doctor = [sys.executable, "-m", "infinity", "doctor", "--nvme", temporary]
+        subprocess.run(doctor, cwd=temporary, env=environment, check=True, stdout=subprocess.DEVNULL)
     sys.stdout.write(f"{wheel}\n")
     return 0
 

@@ -8,6 +8,7 @@ import typer
 
 from infinity import __version__
 from infinity.cli.clean import clean
+from infinity.cli.doctor import doctor
 from infinity.cli.train import train
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command(name="train")(train)
 app.command(name="clean")(clean)
+app.command(name="doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:

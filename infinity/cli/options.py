@@ -57,7 +57,7 @@ def _parser(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
     return parse
 
 
-def _path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Parse a path. An empty one is what an unset shell variable gives, and would be the working directory."""
     if not text:
         raise typer.BadParameter("'' is not a path.")
@@ -65,7 +65,7 @@ def _path(text: str) -> Path:
 
 
 def _place(panel: str, flag: str, text: str, metavar: str, default: str = "") -> Any:
-    return _option(panel, flag, text, metavar, default, _path)
+    return _option(panel, flag, text, metavar, default, parse_path)
 
 
 Model = Annotated[str, _option(_JOB, "--model", "Size of the decoder, gpt-1m to gpt-70b.", "PRESET", "gpt-25m")]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.aio.filesystems import free_bytes, memory_filesystem
+from infinity.aio.mounts import MOUNT_TABLE, mount_of, read_mounts
 from infinity.errors import StorageError
 
-_MOUNT_TABLE = Path("/proc/self/mountinfo")
+_MOUNT_TABLE = MOUNT_TABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +51,9 @@ def check_directory(path: Path) -> DirectoryFacts:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that holds `path`, by the longest mount point above it."""
-    above = [mount for mount in _mounts() if path == mount.point or mount.point in path.parents]
-    # A later mount on the same point hides an earlier one; the table is in mount order and max keeps the first of equals.
-    return max(reversed(above), key=lambda mount: len(mount.point.parts)).file_system if above else "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    point: Path
-    device: str  # "major:minor"
-    file_system: str
-
-
-def _mounts() -> tuple[_Mount, ...]:
-    if not _MOUNT_TABLE.exists():
-        return ()
-    mounts = []
-    for line in _MOUNT_TABLE.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        mounts.append(_Mount(Path(point), fields[2], right.split()[0]))
-    return tuple(mounts)
+    """Return the type of the file system that holds an absolute path."""
+    mount = mount_of(path, read_mounts(_MOUNT_TABLE))
+    return mount.file_system if mount else "unknown"
 
 
 def _make(path: Path) -> None:
@@ -116,7 +96,7 @@ def _not_a_directory(path: Path, mode: int) -> StorageError:
     if stat.S_ISBLK(mode):
         node = path.stat().st_rdev
         device = f"{os.major(node)}:{os.minor(node)}"
-        points = [str(mount.point) for mount in _mounts() if mount.device == device]
+        points = [str(mount.point) for mount in read_mounts(_MOUNT_TABLE) if mount.device == device]
         remedy = (
             f"Give a directory on it; it is mounted at {points[0]}."
             if points

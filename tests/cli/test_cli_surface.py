@@ -40,13 +40,14 @@ def test_the_options_are_the_promised_ones() -> None:
     """The sets of options are frozen: adding one changes this test, renaming one breaks users."""
     assert shown_options("train") == TRAIN_OPTIONS
     assert shown_options("clean") == {"--list", "--checkpoints"}
+    assert shown_options("doctor") == {"--nvme", "--json"}
     assert shown_options() == {"--version"}
 
 
 def test_the_readme_explains_every_option() -> None:
-    """Every option of both commands is in README.md."""
+    """Every option of the commands is in README.md."""
     readme = (ROOT / "README.md").read_text()
-    missing = [option for option in TRAIN_OPTIONS | {"--list", "--checkpoints"} if not re.search(rf"{option}\b", readme)]
+    missing = [option for option in TRAIN_OPTIONS | {"--list", "--checkpoints", "--json"} if not re.search(rf"{option}\b", readme)]
     assert missing == []
 
 
