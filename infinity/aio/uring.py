@@ -119,11 +119,13 @@ def _refusal(number: int, queue_depth: int) -> PlatformError:
             f"{message}, it is denied by {_who_denies()}.",
             remedy="In a container add `--security-opt seccomp=unconfined` (or a seccomp profile with io_uring); "
             "on the host `sysctl kernel.io_uring_disabled=0`.",
+            errno=number,
         )
     if number == errno.ENOSYS:
         return PlatformError(
             f"{message}, neither the kernel nor its seccomp filter has it.",
             remedy="Use Linux 5.6 or newer; in a container add `--security-opt seccomp=unconfined`.",
+            errno=number,
         )
     if number == errno.ENOMEM:
         needed = _ring_bytes(queue_depth)
@@ -132,10 +134,11 @@ def _refusal(number: int, queue_depth: int) -> PlatformError:
         return PlatformError(
             f"{message}: it needs about {format_bytes(needed)} of locked memory, the limit is {current}.",
             remedy=f"Raise it with `ulimit -l {needed // KIB}` (in a container `--ulimit memlock={needed}`).",
+            errno=number,
         )
     if number == errno.EINVAL:
-        return PlatformError(f"{message}.", remedy="The queue depth is 1 to 4096 and the block at most 1 GiB.")
-    return PlatformError(f"{message}.", remedy="Raise the limits of the process (open files, threads).")
+        return PlatformError(f"{message}.", remedy="The queue depth is 1 to 4096 and the block at most 1 GiB.", errno=number)
+    return PlatformError(f"{message}.", remedy="Raise the limits of the process (open files, threads).", errno=number)
 
 
 def _who_denies() -> str:

@@ -38,7 +38,7 @@ def try_torch(machine: Machine) -> tuple[Verdict, Compute | None]:
         return verdict, None
     torch = read_torch_answer(trial.answer)
     found = f"{torch.version}, {f'built with CUDA {torch.cuda_build}' if torch.cuda_build else 'built without CUDA'}"
-    verdict = ok(f"{found}, {torch.num_threads} threads", needed=needed)
+    verdict = ok(f"{found}, threads: {torch.num_threads}", needed=needed)
     if torch.bf16_error:
         verdict = note(
             f"{found}; bf16 does not work on the CPU: {torch.bf16_error}", needed=needed,

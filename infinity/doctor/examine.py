@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from infinity.doctor.memory import (
     check_shared_memory,
 )
 from infinity.doctor.processor import check_adam_kernel, check_bf16, check_cores, check_cpu
-from infinity.doctor.software import check_adam_module, check_io_module, check_packages, check_python
+from infinity.doctor.software import check_adam_module, check_io_module, check_packages, check_python, check_system
 from infinity.doctor.storage import (
     Place,
     check_direct_io,
@@ -36,6 +37,7 @@ from infinity.errors import InfinityError
 T = TypeVar("T")
 
 MACHINE_CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
+    "system": check_system,
     "python": check_python,
     "packages": check_packages,
     "io module": check_io_module,
@@ -73,13 +75,13 @@ def examine(machine: Machine, directories: Sequence[Path]) -> Iterator[Finding]:
     with ThreadPoolExecutor(max_workers=1) as executor:
         yield from _check(executor, MACHINE_CHECKS, machine, "")
         for directory in directories:
-            verdict, place = _apart(executor, lambda path=directory: try_place(machine, path), lambda wrong: (wrong, None))
+            verdict, place = _attempt(executor, partial(try_place, machine, directory))
             yield Finding("directory", str(directory), verdict)
             if place is not None:
                 yield from _check(executor, PLACE_CHECKS, place, str(directory))
         if not directories:
             yield from _check_engine_alone(executor, machine)
-        verdict, compute = _apart(executor, lambda: try_torch(machine), lambda wrong: (wrong, None))
+        verdict, compute = _attempt(executor, partial(try_torch, machine))
         yield Finding("torch", "", verdict)
         if compute is not None:
             yield from _check(executor, COMPUTE_CHECKS, compute, "")
@@ -88,7 +90,7 @@ def examine(machine: Machine, directories: Sequence[Path]) -> Iterator[Finding]:
 def _check_engine_alone(executor: Executor, machine: Machine) -> Iterator[Finding]:
     """Try the I/O engine where no directory was given; that it cannot be tried is no obstacle then."""
     scratch = tempfile.gettempdir()
-    verdict, place = _apart(executor, lambda: try_place(machine, Path(scratch)), lambda wrong: (wrong, None))
+    verdict, place = _attempt(executor, partial(try_place, machine, Path(scratch)))
     if place is None:
         verdict = note(verdict.found, needed="a directory to try it in", remedy="Give --nvme DIR.")
         yield Finding("io engine", scratch, verdict)
@@ -96,25 +98,25 @@ def _check_engine_alone(executor: Executor, machine: Machine) -> Iterator[Findin
         yield from _check(executor, ENGINE_CHECKS, place, scratch)
 
 
-def _check(
-    executor: Executor, checks: Mapping[str, Callable[[T], Verdict]], thing: T, subject: str
-) -> Iterator[Finding]:
+def _check(executor: Executor, checks: Mapping[str, Callable[[T], Verdict]], thing: T, subject: str) -> Iterator[Finding]:
     for name, check in checks.items():
-        yield Finding(name, subject, _apart(executor, lambda check=check: check(thing), lambda wrong: wrong))
+        future = executor.submit(check, thing)
+        error = future.exception()
+        yield Finding(name, subject, _wrong(error) if error else future.result())
 
 
-def _apart(executor: Executor, work: Callable[[], T], otherwise: Callable[[Verdict], T]) -> T:
-    """Do the work in a thread and return its result; where an error ended it, of whatever kind, return that in other words."""
-    future = executor.submit(work)
+def _attempt(executor: Executor, attempt: Callable[[], tuple[Verdict, T | None]]) -> tuple[Verdict, T | None]:
+    future = executor.submit(attempt)
     error = future.exception()
-    if error is None:
-        return future.result()
+    return (_wrong(error), None) if error else future.result()
+
+
+def _wrong(error: BaseException) -> Verdict:
+    """Return the verdict of a check that an error ended: a future carries it here, whatever its kind."""
     if isinstance(error, InfinityError):
-        return otherwise(fails(error.message, needed="", remedy=error.remedy, exit_code=error.exit_code))
-    return otherwise(
-        fails(
-            f"the check itself went wrong: {type(error).__name__}: {error}", needed="a check that ends",
-            remedy="This is a bug or something that infinity does not know: please report this line.",
-            exit_code=InfinityError.exit_code,
-        )  # fmt: skip
-    )
+        return fails(error.message, needed="", remedy=error.remedy, exit_code=error.exit_code)
+    return fails(
+        f"the check itself went wrong: {type(error).__name__}: {error}", needed="a check that ends",
+        remedy="This is a bug or something that infinity does not know: please report this line.",
+        exit_code=InfinityError.exit_code,
+    )  # fmt: skip

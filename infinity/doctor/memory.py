@@ -11,7 +11,9 @@ from infinity.doctor.verdict import Verdict, fails, note, ok
 from infinity.errors import DoesNotFit
 from infinity.memory.limits import host_limit_bytes, parse_key_values
 
-LEAST_BYTES = 384 * MIB  # what Python and torch take before any model exists, measured as memory.base does, and a little more
+LEAST_BYTES = (
+    384 * MIB
+)  # what Python and torch take before any model exists, measured as memory.base does, and a little more
 ENOUGH_BYTES = 2 * GIB
 LOCKED_BYTES = 64 * MIB  # the buffers of a small run
 SHARED_BYTES = GIB
@@ -40,7 +42,9 @@ def check_huge_pages(machine: Machine) -> Verdict:
     if match is not None and match[1] in ("madvise", "always"):
         return ok(match[1], needed=needed)
     if match is None:
-        return note("this kernel has no transparent huge pages", needed=needed, remedy="Nothing; large buffers cost more time.")
+        return note(
+            "this kernel has no transparent huge pages", needed=needed, remedy="Nothing; large buffers cost more time."
+        )
     return note(
         f"{match[1]}: large buffers take more time to make and to use", needed=needed,
         remedy=on_the_host(f"echo madvise > /{_HUGE_PAGES}", machine.surroundings),

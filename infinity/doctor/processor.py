@@ -45,7 +45,10 @@ def check_cpu(machine: Machine) -> Verdict:
     """Which CPU this is, and which of the features that infinity uses it has."""
     cpu = parse_cpu_info(machine.text("proc/cpuinfo") or "")
     features = cpu.among(_SIMD_FEATURES + _BF16_FEATURES)
-    return ok(f"{cpu.model}: {', '.join(features) or 'none of the features that infinity uses'}", needed="any; avx2 with f16c, or avx512f, makes Adam fast")
+    return ok(
+        f"{cpu.model}: {', '.join(features) or 'none of the features that infinity uses'}",
+        needed="any; avx2 with f16c, or avx512f, makes Adam fast",
+    )
 
 
 def check_bf16(machine: Machine) -> Verdict:
@@ -77,7 +80,7 @@ def check_cores(machine: Machine) -> Verdict:
 
 
 def cpu_quota(machine: Machine) -> float | None:
-    """Return the cores' worth of time that control groups of version 2 leave to this process; None where they do not limit it."""
+    """Return how many cores' time control groups of version 2 leave to this process; None where they do not limit it."""
     path = parse_cgroup_paths(machine.text("proc/self/cgroup") or "").get(2)
     mounts = [mount for mount in parse_cgroup_mounts(machine.text("proc/self/mountinfo") or "") if mount.version == 2]
     if path is None:
@@ -96,9 +99,11 @@ def check_adam_kernel(machine: Machine) -> Verdict:
         refusal = trial.refusal
         return fails(refusal.message, needed=needed, remedy=refusal.remedy, exit_code=refusal.exit_code)
     if trial.answer is None:
-        return fails(f"it does not open: {trial.failure}", needed=needed, remedy="See the lines on packages and on its module.")
+        return fails(
+            f"it does not open: {trial.failure}", needed=needed, remedy="See the lines on packages and on its module."
+        )
     kernel = KernelAnswer(**trial.answer)
-    found = f"{kernel.chosen} (of {', '.join(kernel.names)}), {kernel.num_threads} threads"
+    found = f"{kernel.chosen} (of {', '.join(kernel.names)}), threads: {kernel.num_threads}"
     if kernel.chosen == kernel.names[0] != "scalar":
         return ok(found, needed=needed)
     remedy = "Nothing: this CPU has no faster one."

@@ -93,7 +93,7 @@ _WORDS = {
         Container.NONE: "Raise the quota (a service: `CPUQuota=`), or bind the run to as many cores with `taskset`.",
         Container.DOCKER: "Start it with `docker run --cpuset-cpus` instead of `--cpus`, or raise that.",
         Container.PODMAN: "Start it with `podman run --cpuset-cpus` instead of `--cpus`, or raise that.",
-        Container.KUBERNETES: "Raise `resources.limits.cpu`, or let the node's CPU manager give whole cores (static policy).",
+        Container.KUBERNETES: "Raise `resources.limits.cpu`, or let the node's static CPU manager give whole cores.",
         Container.OTHER: "Raise the container's CPU quota, or give it whole cores.",
     },
     Setting.GPU: {
@@ -105,9 +105,9 @@ _WORDS = {
     },
     Setting.DISK: {
         Container.NONE: "Give a directory on a local NVMe disk with ext4 or XFS.",
-        Container.DOCKER: "Mount a directory of the host's NVMe disk: `docker run -v /mnt/ssd:/mnt/ssd`, and give --nvme /mnt/ssd.",
-        Container.PODMAN: "Mount a directory of the host's NVMe disk: `podman run -v /mnt/ssd:/mnt/ssd`, and give --nvme /mnt/ssd.",
-        Container.KUBERNETES: "Mount a local volume of the node's NVMe disk (`local` or `hostPath`), and give its mount path.",
+        Container.DOCKER: "Mount a directory of the host's NVMe disk, `docker run -v /mnt/ssd:/mnt/ssd`, and give that.",
+        Container.PODMAN: "Mount a directory of the host's NVMe disk, `podman run -v /mnt/ssd:/mnt/ssd`, and give that.",
+        Container.KUBERNETES: "Mount a volume on the node's NVMe disk (`local` or `hostPath`), and give its mount path.",
         Container.OTHER: "Mount a directory of the host's NVMe disk into the container, and give that.",
     },
 }

@@ -16,6 +16,13 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9][0-9.]*)")
 _AGAIN = "install infinity again from its source (`pip install .` there), or install its wheel for this Python"
 
 
+def check_system(machine: Machine) -> Verdict:
+    """Which system this is: the words of every remedy are its own."""
+    kernel = (machine.text("proc/sys/kernel/osrelease") or "of unknown version").strip()
+    surroundings = machine.surroundings
+    return ok(f"{surroundings.distribution}, kernel {kernel}, {surroundings.container.value}", needed="Linux")
+
+
 def check_python(_: Machine, version: tuple[int, ...] = sys.version_info[:3]) -> Verdict:
     """Which Python this is, and whether it is new enough."""
     needed = f"Python {'.'.join(map(str, LEAST_PYTHON))} or newer"

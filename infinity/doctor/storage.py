@@ -25,7 +25,10 @@ _NETWORK = (
     "gpfs", "afs", "fuse.s3fs", "fuse.gcsfuse",
 )  # fmt: skip
 _LAYERS = ("overlay", "aufs")
-_TRIM_TIMERS = ("etc/systemd/system/timers.target.wants/fstrim.timer", "usr/lib/systemd/system/timers.target.wants/fstrim.timer")
+_TRIM_TIMERS = (
+    "etc/systemd/system/timers.target.wants/fstrim.timer",
+    "usr/lib/systemd/system/timers.target.wants/fstrim.timer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ def check_space(place: Place) -> Verdict:
     facts = place.directory
     needed = f"{_STATE_BYTES} bytes a parameter with all state on NVMe in bf16, and checkpoints"
     inodes = "" if facts.free_inodes is None else f" and {facts.free_inodes} inodes"
-    found = f"{format_bytes(facts.free_bytes)}{inodes} free: room for about {_count(facts.free_bytes // _STATE_BYTES)} parameters"
+    room = _count(facts.free_bytes // _STATE_BYTES)
+    found = f"{format_bytes(facts.free_bytes)}{inodes} free: room for about {room} parameters"
     if facts.free_inodes is not None and facts.free_inodes < ENOUGH_INODES:
         return note(found, needed=f"{ENOUGH_INODES} inodes or more", remedy="Remove small files, or give another directory.")
     if facts.free_bytes < ENOUGH_BYTES:
@@ -149,7 +153,7 @@ def check_disk(place: Place) -> Verdict:
     if place.disk.rotational:
         return note(
             "rotational, the kernel says: a hard disk, or a virtual disk that says so wrongly", needed=needed,
-            remedy=f"Measure it: `infinity bench nvme --nvme {place.directory.path}`; a hard disk is too slow to train from.",
+            remedy=f"Measure it: `infinity bench nvme --nvme {place.directory.path}`; a hard disk is too slow for training.",
         )  # fmt: skip
     return ok("solid state", needed=needed)
 
@@ -173,6 +177,8 @@ def check_trim(place: Place) -> Verdict:
 
 def _uring_remedy(machine: Machine, refusal: Refusal) -> str:
     """Return what gives io_uring back, by what took it away."""
+    if not machine.has_module("infinity._aio"):
+        return "See the line on infinity._aio."
     if refusal.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return refusal.remedy
     switch = (machine.text("proc/sys/kernel/io_uring_disabled") or "0").strip()

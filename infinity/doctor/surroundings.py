@@ -44,11 +44,14 @@ _MARKS = {".dockerenv": Container.DOCKER, "run/.containerenv": Container.PODMAN}
 _GROUPS = {"kubepods": Container.KUBERNETES, "libpod": Container.PODMAN, "docker": Container.DOCKER}
 
 
+_UNKNOWN = "an unknown system"
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What the words of a remedy depend on."""
 
-    distribution: str = "an unknown system"  # as it calls itself
+    distribution: str = _UNKNOWN  # as it calls itself
     packages: PackageManager = PackageManager.UNKNOWN
     container: Container = Container.NONE
     has_systemd: bool = False
@@ -61,7 +64,7 @@ def read_surroundings(root: Path, environment: Mapping[str, str]) -> Surrounding
         if not release and (root / name).is_file():
             release = parse_os_release((root / name).read_text(encoding="utf-8", errors="replace"))
     return Surroundings(
-        distribution=release.get("PRETTY_NAME") or release.get("ID") or Surroundings.distribution,
+        distribution=release.get("PRETTY_NAME") or release.get("ID") or _UNKNOWN,
         packages=package_manager(release),
         container=_container(root, environment),
         has_systemd=(root / "run/systemd/system").is_dir(),

@@ -47,7 +47,9 @@ def test_the_options_are_the_promised_ones() -> None:
 def test_the_readme_explains_every_option() -> None:
     """Every option of the commands is in README.md."""
     readme = (ROOT / "README.md").read_text()
-    missing = [option for option in TRAIN_OPTIONS | {"--list", "--checkpoints", "--json"} if not re.search(rf"{option}\b", readme)]
+    missing = [
+        option for option in TRAIN_OPTIONS | {"--list", "--checkpoints", "--json"} if not re.search(rf"{option}\b", readme)
+    ]
     assert missing == []
 
 

@@ -101,7 +101,7 @@ def fake_machine(
     trials: Mapping[str, Trial] = {},
     total_bytes: Callable[[Path], int] = lambda _: 8 << 30,
 ) -> Machine:
-    """Write a healthy machine's files below `root`, changed as said (None: absent), and return the machine that reads them."""
+    """Write a healthy machine's files below `root`, changed as said (None: absent); return the machine that reads them."""
     for name, text in {**FILES, **files}.items():
         if text is not None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,14 +14,16 @@ from infinity.doctor.trials import Trial
 from infinity.doctor.verdict import State, Verdict
 
 DRIVER = {
-    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024\n"
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 2024\n"
     "GCC version:  gcc version 11.4.0\n",
     "dev/nvidia0": "",
 }
 TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
 
 
-def verdicts(root: Path, *, files: Mapping[str, str] = {}, environment: Mapping[str, str] = {}, **torch: Any) -> list[Verdict]:
+def verdicts(
+    root: Path, *, files: Mapping[str, str] = {}, environment: Mapping[str, str] = {}, **torch: Any
+) -> list[Verdict]:
     """Return the verdicts on torch and on CUDA where the trial of torch answered with these changes."""
     trials = {"infinity.doctor.try_torch": Trial(answer={**samples.TORCH, **torch})}
     machine = samples.fake_machine(root, files=files, environment=environment, trials=trials)
@@ -33,7 +35,7 @@ def verdicts(root: Path, *, files: Mapping[str, str] = {}, environment: Mapping[
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     """C22: no CUDA device is no fault: the CPU computes."""
     torch, cuda = verdicts(tmp_path, cuda_build="", version="2.13.0+cpu")
-    assert torch.found == "2.13.0+cpu, built without CUDA, 2 threads"
+    assert torch.found == "2.13.0+cpu, built without CUDA, threads: 2"
     assert (torch.state, cuda.state) == (State.OK, State.OK)
     assert cuda.found == "no CUDA device: the CPU computes"
 
@@ -88,13 +90,16 @@ def test_a_torch_without_bf16(tmp_path: Path) -> None:
     ("modules", "trial", "state", "words"),
     [
         (frozenset(), Trial(), State.MISSING, "not installed"),
-        (samples.MODULES, Trial(failure="OSError: libcudart.so.13: cannot open shared object file"), State.FAILS, "libcudart"),
+        (
+            samples.MODULES,
+            Trial(failure="OSError: libcudart.so.13: cannot open"),
+            State.FAILS,
+            "libcudart",
+        ),
         (samples.MODULES, Trial(failure="ended by SIGILL"), State.FAILS, "ended by SIGILL"),
     ],
 )
-def test_a_torch_that_does_not_load(
-    tmp_path: Path, modules: frozenset[str], trial: Trial, state: State, words: str
-) -> None:
+def test_a_torch_that_does_not_load(tmp_path: Path, modules: frozenset[str], trial: Trial, state: State, words: str) -> None:
     """C21: absent, broken or built for another CPU: one line, and no line on CUDA."""
     machine = samples.fake_machine(tmp_path, modules=modules, trials={"infinity.doctor.try_torch": trial})
     verdict, compute = try_torch(machine)

@@ -16,6 +16,7 @@ from infinity.doctor.trials import Refusal, Trial
 from infinity.doctor.verdict import State
 
 NVME = "40 22 259:1 / /mnt/ssd rw,relatime - ext4 /dev/nvme0n1p1 rw\n"
+SWITCH = "proc/sys/kernel/io_uring_disabled"
 DOCKER = {"container": "docker"}
 
 
@@ -139,15 +140,12 @@ def test_direct_io(tmp_path: Path) -> None:
         ({}, errno.EPERM, "the security module allow io_uring_setup"),
         ({}, errno.ENOSYS, "The engine's own remedy."),
         ({}, errno.ENOMEM, "The engine's own remedy."),
-        ({"files": {"proc/sys/kernel/io_uring_disabled": "2\n"}}, errno.EPERM, "As root: `sysctl kernel.io_uring_disabled=0`"),
-        (
-            {"files": {"proc/sys/kernel/io_uring_disabled": "2\n"}, "environment": DOCKER}, errno.EPERM,
-            "As root on the host: `sysctl kernel.io_uring_disabled=0`",
-        ),
-        ({"files": {"proc/sys/kernel/io_uring_disabled": "0\n"}, "environment": DOCKER}, errno.EPERM, "docker run"),
+        ({"files": {SWITCH: "2\n"}}, errno.EPERM, "As root: `sysctl kernel.io_uring_disabled=0`"),
+        ({"files": {SWITCH: "2\n"}, "environment": DOCKER}, errno.EPERM, "on the host: `sysctl kernel.io_uring_disabled=0`"),
+        ({"files": {SWITCH: "0\n"}, "environment": DOCKER}, errno.EPERM, "docker run"),
         ({"modules": frozenset({"torch"})}, 0, "See the line on infinity._aio."),
     ],
-)  # fmt: skip
+)
 def test_an_engine_other_than_io_uring(tmp_path: Path, options: dict[str, Any], number: int, remedy: str) -> None:
     """C22, C24: threads serve, a note says why, and the remedy is for what denied io_uring on this system."""
     io = {**samples.ENGINE, "engine": "threads", "uring_refusal": refusal(number)}

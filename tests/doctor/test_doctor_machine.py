@@ -15,6 +15,13 @@ from infinity.doctor.verdict import State
 from infinity.train.options import native_bf16
 
 
+def test_system(tmp_path: Path) -> None:
+    """The distribution, the kernel and the container, as they call themselves."""
+    files = {"etc/os-release": samples.FEDORA, "proc/sys/kernel/osrelease": "6.11.4-301.fc41.x86_64\n"}
+    machine = samples.fake_machine(tmp_path, files=files, environment={"container": "podman"})
+    assert software.check_system(machine).found == "Fedora Linux 41, kernel 6.11.4-301.fc41.x86_64, podman"
+
+
 def test_python(tmp_path: Path) -> None:
     """The version that infinity needs passes, an older one fails."""
     machine = samples.fake_machine(tmp_path)
@@ -90,7 +97,7 @@ def test_cpu_features(tmp_path: Path, text: str, model: str, num_cores: int, fea
     verdict = processor.check_cpu(samples.fake_machine(tmp_path, files={"proc/cpuinfo": text}))
     assert processor.parse_cpu_info(text).num_cores == num_cores
     assert model in verdict.found
-    assert verdict.found.endswith(features) or features.startswith("none") and features in verdict.found
+    assert f": {features}" in verdict.found
 
 
 @pytest.mark.parametrize("text", [samples.ZEN2, samples.SAPPHIRE_RAPIDS, samples.SKYLAKE, samples.GRAVITON3, ""])
@@ -128,7 +135,7 @@ def test_cores_and_quotas(tmp_path: Path, maxima: dict[str, str], state: State, 
 @pytest.mark.parametrize(
     ("trial", "state", "exit_code", "words"),
     [
-        (Trial(answer=samples.KERNEL), State.OK, 0, "avx512 (of avx512, avx2, scalar), 2 threads"),
+        (Trial(answer=samples.KERNEL), State.OK, 0, "avx512 (of avx512, avx2, scalar), threads: 2"),
         (Trial(answer={**samples.KERNEL, "chosen": "scalar"}), State.NOTE, 0, "Unset INFINITY_CPU_ADAM to get avx512"),
         (Trial(answer={**samples.KERNEL, "names": ["scalar"], "chosen": "scalar"}), State.NOTE, 0, "has no faster one"),
         (Trial(answer={**samples.KERNEL, "names": ["avx2", "scalar"], "chosen": "avx2"}), State.OK, 0, "avx2 (of avx2"),
@@ -138,7 +145,7 @@ def test_cores_and_quotas(tmp_path: Path, maxima: dict[str, str], state: State, 
     ],
 )
 def test_adam_kernel(tmp_path: Path, trial: Trial, state: State, exit_code: int, words: str) -> None:
-    """C52, C53: the chosen instruction set is printed; a slow one is a note, one that cannot be had ends with its own code."""
+    """C52, C53: the chosen instruction set is printed; a slow one is a note, none at all ends with the error's own code."""
     verdict = processor.check_adam_kernel(samples.fake_machine(tmp_path, trials={"infinity.doctor.try_kernel": trial}))
     assert (verdict.state, verdict.exit_code) == (state, exit_code)
     assert words in f"{verdict.found} {verdict.remedy}"
@@ -150,10 +157,9 @@ def test_adam_kernel(tmp_path: Path, trial: Trial, state: State, exit_code: int,
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_memory(tmp_path: Path, limit: str, state: State, exit_code: int, version: int) -> None:
-    """The least of RAM and the control groups, versions 1 and 2, with the file that sets it and the container's own words."""
-    limit_file, usage_file = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[
-        version
-    ]
+    """The least of RAM and the control groups, versions 1 and 2, with the file that sets it and docker's own words."""
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+    limit_file, usage_file = names[version]
     groups = tmp_path / "groups"
     mount = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
     limit = "9223372036854771712" if (limit, version) == ("max", 1) else limit

