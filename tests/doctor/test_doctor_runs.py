@@ -39,7 +39,7 @@ def checks_until_torch(directory: Path, *, prologue: str = "", **options: object
         "print(json.dumps(found))\n"
     )
     done = run("-c", script, str(directory), options.pop("last", "trim"), **options)
-    if "no seccomp here" in done.stderr:
+    if "no sandbox here" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     return {check["name"]: check for check in json.loads(done.stdout)}
@@ -75,7 +75,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 def test_io_uring_denied_by_seccomp(tmp_path: Path, number: int) -> None:
     """C24: under a real seccomp filter another engine's round trip is found, and a note says what was denied."""
     pytest.importorskip("infinity._aio", reason="built without liburing")
-    prologue = f"from sandbox_io_uring import deny\ndeny({number})"
+    prologue = f"from sandbox import IO_URING_SETUP, deny\ndeny({number}, IO_URING_SETUP)"
     found = checks_until_torch(tmp_path, prologue=prologue)
     assert found["io engine"]["state"] == "note"
     assert found["io engine"]["found"].startswith("threads: wrote a file and read it back; io_uring cannot be used")
