@@ -1,5 +1,6 @@
 """Types of the native module that csrc/cpu_adam builds; infinity.optim.kernel is the only one to use it."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 BLOCK_ELEMENTS: int
@@ -15,7 +16,7 @@ class MasterFormat(Enum):
     fp32_out_bf16 = 2
     fp32_out_fp16 = 3
 
-class Scalars:
+class AdamScalars:
     def __init__(
         self,
         *,
@@ -30,26 +31,26 @@ class Scalars:
         step_size: float,
     ) -> None: ...
 
+class Arrays:
+    def __init__(self, *, weights: int, low: int, out: int, states: tuple[int, int], grad: int) -> None: ...
+
+class Run:
+    def __init__(self, start: int, length: int, source: int, grad_format: GradFormat) -> None: ...
+
 class CpuAdam:
-    def __init__(self, name: str, num_threads: int) -> None: ...
+    def __init__(self, name: str, *, num_threads: int, share_index: int, num_shares: int) -> None: ...
     @property
     def name(self) -> str: ...
     @property
     def num_threads(self) -> int: ...
     def update(
-        self,
-        master: MasterFormat,
-        grad_format: GradFormat,
-        num_elements: int,
-        *,
-        weights: int,
-        low: int,
-        out: int,
-        exp_avg: int,
-        exp_avg_sq: int,
-        grad: int,
-        scalars: Scalars,
+        self, master: MasterFormat, grad_format: GradFormat, num_elements: int, arrays: Arrays, scalars: AdamScalars
+    ) -> None: ...
+    def traffic(
+        self, master: MasterFormat, grad_format: GradFormat, num_elements: int, arrays: Arrays, mask: int
     ) -> None: ...
     def sums_of_squares(self, grad_format: GradFormat, num_elements: int, *, grad: int, sums: int) -> bool: ...
+    def arrive(self, runs: Sequence[Run], grad_format: GradFormat, num_elements: int, *, grad: int, sums: int) -> bool: ...
 
 def names() -> list[str]: ...
+def requirements() -> dict[str, str]: ...

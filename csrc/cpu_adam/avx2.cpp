@@ -66,6 +66,7 @@ struct Vector {
         return _mm256_cvtps_pd(part == 0 ? _mm256_castps256_ps128(value) : _mm256_extractf128_ps(value, 1));
     }
     static Double add_square(Double sum, Double value) { return _mm256_add_pd(sum, _mm256_mul_pd(value, value)); }
+    static Double load_double(const double* from) { return _mm256_loadu_pd(from); }
     static void store_double(double* to, Double value) { _mm256_storeu_pd(to, value); }
 };
 
@@ -79,7 +80,10 @@ namespace cpu_adam {
 
 static bool avx2_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
 
-const Kernel kAvx2 = {"avx2", avx2_supported, avx2::update_function, avx2::squares_function};
+const Kernel kAvx2 = {
+    "avx2", "avx2 f16c", avx2_supported, avx2::update_function<avx2::Adam>, avx2::traffic_function<avx2::Adam>,
+    avx2::squares_function, avx2::arrival_function,
+};
 
 }  // namespace cpu_adam
 

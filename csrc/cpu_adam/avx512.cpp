@@ -69,6 +69,7 @@ struct Vector {
         return _mm512_cvtps_pd(_mm256_castpd_ps(half));
     }
     static Double add_square(Double sum, Double value) { return _mm512_add_pd(sum, _mm512_mul_pd(value, value)); }
+    static Double load_double(const double* from) { return _mm512_loadu_pd(from); }
     static void store_double(double* to, Double value) { _mm512_storeu_pd(to, value); }
 };
 
@@ -82,7 +83,10 @@ namespace cpu_adam {
 
 static bool avx512_supported() { return __builtin_cpu_supports("avx512f"); }
 
-const Kernel kAvx512 = {"avx512", avx512_supported, avx512::update_function, avx512::squares_function};
+const Kernel kAvx512 = {
+    "avx512", "avx512f", avx512_supported, avx512::update_function<avx512::Adam>, avx512::traffic_function<avx512::Adam>,
+    avx512::squares_function, avx512::arrival_function,
+};
 
 }  // namespace cpu_adam
 

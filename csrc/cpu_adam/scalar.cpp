@@ -21,6 +21,9 @@ namespace cpu_adam {
 
 static bool scalar_supported() { return true; }
 
-const Kernel kScalar = {"scalar", scalar_supported, scalar::update_function, scalar::squares_function};
+const Kernel kScalar = {
+    "scalar", "", scalar_supported, scalar::update_function<scalar::Adam>, scalar::traffic_function<scalar::Adam>,
+    scalar::squares_function, scalar::arrival_function,
+};
 
 }  // namespace cpu_adam

@@ -13,6 +13,19 @@ static inline float float_of(std::uint32_t bits) {
     return value;
 }
 
+// Memory is copied, not dereferenced: a gradient may be rounded into the front of the array that it is read from.
+template <class T>
+static inline T read(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class T>
+static inline void write(void* to, T value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
 struct ScalarVector {
     static constexpr std::size_t width = 1;
     static constexpr std::size_t double_width = 1;
@@ -21,8 +34,8 @@ struct ScalarVector {
     using Double = double;
 
     static Float set(float value) { return value; }
-    static Float load(const float* from) { return *from; }
-    static void store(float* to, Float value) { *to = value; }
+    static Float load(const float* from) { return read<float>(from); }
+    static void store(float* to, Float value) { write(to, value); }
     static Float add(Float a, Float b) { return a + b; }
     static Float sub(Float a, Float b) { return a - b; }
     static Float mul(Float a, Float b) { return a * b; }
@@ -32,11 +45,13 @@ struct ScalarVector {
     static Int bits(Float value) { return bits_of(value); }
     static Float floats(Int value) { return float_of(value); }
     static Int set_int(std::uint32_t value) { return value; }
-    static Int load_u16(const void* from, std::size_t index) { return static_cast<const std::uint16_t*>(from)[index]; }
-    static Int load_s16(const std::int16_t* from) {
-        return static_cast<std::uint32_t>(static_cast<std::int32_t>(*from));
+    static Int load_u16(const void* from, std::size_t index) {
+        return read<std::uint16_t>(static_cast<const std::uint16_t*>(from) + index);
     }
-    static void store_u16(void* to, Int value) { *static_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(value); }
+    static Int load_s16(const std::int16_t* from) {
+        return static_cast<std::uint32_t>(static_cast<std::int32_t>(read<std::int16_t>(from)));
+    }
+    static void store_u16(void* to, Int value) { write(to, static_cast<std::uint16_t>(value)); }
     static void stream_u16(void* to, Int value) { store_u16(to, value); }
     static Int add_int(Int a, Int b) { return a + b; }
     static Int sub_int(Int a, Int b) { return a - b; }
@@ -70,5 +85,6 @@ struct ScalarVector {
     static Double zero_double() { return 0.0; }
     static Double to_double(Float value, std::size_t) { return static_cast<double>(value); }
     static Double add_square(Double sum, Double value) { return sum + value * value; }
+    static Double load_double(const double* from) { return *from; }
     static void store_double(double* to, Double value) { *to = value; }
 };

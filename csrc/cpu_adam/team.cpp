@@ -1,7 +1,9 @@
-// The thread team: workers sleep until there are chunks, and take them one at a time.
+// The thread team: workers sleep until there is a job, enter it if it still has chunks, and take them one at a time.
 #include "team.h"
 
 #include <unistd.h>
+
+#include <algorithm>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -9,32 +11,30 @@
 
 namespace cpu_adam {
 
-namespace {
-
-// The results must not depend on what the calling thread has set, for example torch.set_flush_denormal.
-class DefaultFloatingPoint {
 #if defined(__x86_64__)
-public:
-    DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-    ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
-
-private:
-    const unsigned saved_;
+Team::DefaultFloatingPoint::DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+Team::DefaultFloatingPoint::~DefaultFloatingPoint() { _mm_setcsr(saved_); }
+#else
+Team::DefaultFloatingPoint::DefaultFloatingPoint() : saved_(0) {}
+Team::DefaultFloatingPoint::~DefaultFloatingPoint() = default;
 #endif
-};
 
-}  // namespace
+bool Team::Job::has_chunks() const { return next.load(std::memory_order_relaxed) < num_chunks; }
 
-Team::Team(std::size_t num_threads) : owner_process_(getpid()) {
-    for (std::size_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+void Team::Job::take_chunks() {
+    for (std::size_t mine; (mine = next.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) function(context, mine);
+}
+
+Team::Team(std::size_t num_threads, CoreShare share) : owner_process_(getpid()), share_(share) {
+    for (std::size_t i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i - 1); });
+}
+
+std::unique_ptr<Team, Team::Ender> Team::start(std::size_t num_threads, CoreShare share) {
+    return std::unique_ptr<Team, Ender>(new Team(num_threads, share));
 }
 
 void Team::Ender::operator()(Team* team) const {
     if (team->owns_threads()) delete team;
-}
-
-std::unique_ptr<Team, Team::Ender> Team::start(std::size_t num_threads) {
-    return std::unique_ptr<Team, Ender>(new Team(num_threads));
 }
 
 Team::~Team() {
@@ -46,41 +46,69 @@ Team::~Team() {
     for (auto& worker : workers_) worker.join();
 }
 
-void Team::run(std::size_t num_chunks, const std::function<void(std::size_t)>& chunk) {
-    const DefaultFloatingPoint floating_point;
-    if (num_chunks < 2 || workers_.empty() || !owns_threads()) {
-        for (std::size_t i = 0; i < num_chunks; ++i) chunk(i);
-        return;
-    }
+void Team::share_out(Job& job) {
     const std::lock_guard<std::mutex> turn(turn_);
-    std::unique_lock<std::mutex> lock(mutex_);
-    chunk_ = &chunk;
-    num_chunks_ = num_chunks;
-    next_chunk_ = num_done_ = 0;
+    place_workers();
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        job_ = &job;
+        num_awake_ = std::min(bound_to_.size(), job.num_chunks - 1);
+    }
     started_.notify_all();
-    take_chunks(lock);
-    // Only for chunks, not for workers: one that a busy machine has not woken yet holds nobody up.
-    finished_.wait(lock, [this] { return num_done_ == num_chunks_; });
+    job.take_chunks();
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Nobody may enter any more, and only those inside are waited for: a worker that a busy machine has not woken yet holds
+    // nobody up.
+    job_ = nullptr;
+    finished_.wait(lock, [this] { return num_inside_ == 0; });
 }
 
-void Team::work() {
+// As few changes as there can be: they are calls into the system.
+void Team::place_workers() {
+    const std::vector<int> cores = cores_of(share_);
+    if (cores.empty()) {
+        bound_to_.assign(workers_.size(), -1);
+        return;
+    }
+    const auto bind_to = [this](std::size_t worker, int core) {
+        bound_to_[worker] = core;
+        bind(workers_[worker], core);
+    };
+    const int mine = current_core();
+    if (cores != cores_) {
+        cores_ = cores;
+        bound_to_.assign(std::min(workers_.size(), cores.size() - 1), -1);
+        std::size_t next = 0;
+        for (std::size_t worker = 0; worker < bound_to_.size(); ++worker) {
+            if (cores[next] == mine) ++next;
+            bind_to(worker, cores[next++]);
+        }
+        return;
+    }
+    const auto taken = std::find(bound_to_.begin(), bound_to_.end(), mine);
+    if (taken == bound_to_.end()) return;
+    for (const int core : cores) {
+        if (std::find(bound_to_.begin(), bound_to_.end(), core) == bound_to_.end()) {
+            bind_to(static_cast<std::size_t>(taken - bound_to_.begin()), core);
+            return;
+        }
+    }
+}
+
+void Team::work(std::size_t index) {
     const DefaultFloatingPoint floating_point;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-        started_.wait(lock, [this] { return stopping_ || next_chunk_ < num_chunks_; });
+        started_.wait(lock, [this, index] {
+            return stopping_ || (job_ != nullptr && index < num_awake_ && job_->has_chunks());
+        });
         if (stopping_) return;
-        take_chunks(lock);
-    }
-}
-
-void Team::take_chunks(std::unique_lock<std::mutex>& lock) {
-    while (next_chunk_ < num_chunks_) {
-        const std::size_t mine = next_chunk_++;
-        const auto& chunk = *chunk_;  // stays alive until all chunks are done
+        Job& job = *job_;
+        ++num_inside_;
         lock.unlock();
-        chunk(mine);
+        job.take_chunks();
         lock.lock();
-        if (++num_done_ == num_chunks_) finished_.notify_one();
+        if (--num_inside_ == 0) finished_.notify_one();
     }
 }
 

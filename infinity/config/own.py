@@ -21,6 +21,7 @@ class InfinitySection(Section):
     tile_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers that tiles stream through
     weight_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers for gathered units
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
+    adam_threads: Count | None = None  # of the optimizer's kernel; None: this rank's share of the cores
     io_policy: Literal["mixed", "burst"] = "mixed"
     grad_dtype: GradDtype | None = None  # None: bf16 in bf16 runs, fp32 in fp32 runs
     check: bool = False  # compare every rerun's outputs with the first run's, in bits

@@ -186,7 +186,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         adopt=request.adopted.run if request.adopted is not None else None,
     )
     resources.callback(store.close, keep=True)
-    kernel = open_kernel()
+    kernel = open_kernel(num_threads=config.infinity.adam_threads)
     stream = open_update_stream(
         store=store,
         shards=placed,

@@ -1,17 +1,19 @@
-"""The binding of the native Adam: which instruction set, how many threads, and calls by address."""
+"""The binding of the native Adam: calls by address, on a thread team of its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.errors import ConfigError, PlatformError
+from infinity.errors import PlatformError
 from infinity.optim.hyper import AdamHyper
+from infinity.optim.kernel_choice import KERNEL_VARIABLE, KernelChoice, allowed_cores, choose
 
 try:
     from infinity import _cpu_adam
@@ -20,7 +22,11 @@ except ImportError as _error:  # not built here; `open_kernel` says so
 else:
     _NATIVE_ERROR = None
 
-KERNEL_VARIABLE = "INFINITY_CPU_ADAM"
+__all__ = [
+    "BLOCK_ELEMENTS", "KERNEL_VARIABLE", "AdamArrays", "AdamKernel", "GradientRun", "MasterFormat",
+    "SquareSums", "choose_kernel", "kernel_names", "kernel_requirements", "open_kernel",
+]  # fmt: skip
+
 BLOCK_ELEMENTS = 4096  # elements of a shard's state index space that share one partial sum of squares
 
 _GRAD_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -48,6 +54,16 @@ class AdamArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientRun:
+    """A run of a gradient that arrives: `length` elements of `dtype` at `address`, of which the first is element `start`."""
+
+    start: int
+    length: int
+    address: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+
+
+@dataclass(frozen=True, slots=True)
 class SquareSums:
     """The sums of squares of each 4,096 elements, fp64 [num_blocks], and whether every element is finite."""
 
@@ -61,8 +77,9 @@ class AdamKernel:
     Results depend neither on the instruction set nor on the number of threads.
     """
 
-    def __init__(self, native: _cpu_adam.CpuAdam) -> None:
+    def __init__(self, native: _cpu_adam.CpuAdam, choice: KernelChoice) -> None:
         self._native = native
+        self.choice = choice
 
     @property
     def name(self) -> str:
@@ -83,29 +100,15 @@ class AdamKernel:
         coefficient: float = 1.0,
     ) -> None:
         """Make one Adam update of elements that share `hyper`; the gradient is multiplied by `coefficient` first."""
-        scalars = hyper.scalars()
-        self._native.update(
-            _cpu_adam.MasterFormat.__members__[master.value],
-            _grad_format(grad_dtype),
-            num_elements,
-            weights=arrays.weights,
-            low=arrays.low,
-            out=arrays.out,
-            exp_avg=arrays.exp_avg,
-            exp_avg_sq=arrays.exp_avg_sq,
-            grad=arrays.grad,
-            scalars=_cpu_adam.Scalars(
-                coefficient=coefficient,
-                decay=scalars.decay,
-                l2=scalars.l2,
-                beta2=scalars.beta2,
-                lerp_weight=scalars.lerp_weight,
-                square_weight=scalars.square_weight,
-                root_correction=scalars.root_correction,
-                eps=scalars.eps,
-                step_size=scalars.step_size,
-            ),
-        )
+        scalars = _native_scalars(hyper, coefficient)
+        self._native.update(_master(master), _grad_format(grad_dtype), num_elements, _native_arrays(arrays), scalars)
+
+    def move_bytes(self, master: MasterFormat, grad_dtype: str, num_elements: int, arrays: AdamArrays) -> None:
+        """Read and write what an update does, and change nothing: the bare loop that an update is measured against.
+
+        `out` alone is written: it receives the high halves of the weights.
+        """
+        self._native.traffic(_master(master), _grad_format(grad_dtype), num_elements, _native_arrays(arrays), 0)
 
     def gradient_statistics(self, address: int, num_elements: int, grad_dtype: str) -> SquareSums:
         """Return the fp64 sums of squares per 4,096 elements of the gradient at `address`."""
@@ -115,6 +118,17 @@ class AdamKernel:
         )
         return SquareSums(partials, finite)
 
+    def round_gradient(self, runs: Sequence[GradientRun], address: int, num_elements: int, grad_dtype: str) -> SquareSums:
+        """Round a gradient into its place at `address` and return its statistics, in one pass; zero where no run is.
+
+        `runs` ascend and do not overlap. A source may begin where the gradient does, of which it then fills the front.
+        The result is that of rounding first and `gradient_statistics` then.
+        """
+        partials = np.empty(-(-num_elements // BLOCK_ELEMENTS), dtype=np.float64)
+        native = [_cpu_adam.Run(run.start, run.length, run.address, _grad_format(run.dtype)) for run in runs]
+        finite = self._native.arrive(native, _grad_format(grad_dtype), num_elements, grad=address, sums=partials.ctypes.data)
+        return SquareSums(partials, finite)
+
 
 def kernel_names() -> tuple[str, ...]:
     """Return the instruction sets that this CPU can run, the fastest first. Raises PlatformError where none is built."""
@@ -122,27 +136,54 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(_cpu_adam.names())
 
 
-def open_kernel(*, num_threads: int | None = None, environment: Mapping[str, str] = os.environ) -> AdamKernel:
-    """Return the fastest kernel of this CPU, or the one that INFINITY_CPU_ADAM names, with its own thread team.
+def kernel_requirements() -> dict[str, tuple[str, ...]]:
+    """Return the CPU features that each instruction set needs, by the names of /proc/cpuinfo. Raises like kernel_names."""
+    _require_native()
+    return {name: tuple(features.split()) for name, features in _cpu_adam.requirements().items()}
 
-    `num_threads` is by default the number of cores that this process may use.
+
+def choose_kernel(*, num_threads: int | None = None, environment: Mapping[str, str] = os.environ) -> KernelChoice:
+    """Return what `open_kernel` would open: the fastest kernel of this CPU or the one that INFINITY_CPU_ADAM names.
+
+    `num_threads` is by default INFINITY_ADAM_THREADS, else this rank's share of the cores that the process may use.
     Raises PlatformError without the native module, ConfigError for an unknown name or a count below 1.
     """
-    names = kernel_names()
-    name = environment.get(KERNEL_VARIABLE) or names[0]
-    if name not in names:
-        raise ConfigError(
-            f"{KERNEL_VARIABLE}={name!r}: this CPU has no such Adam kernel.", remedy=f"Choose one of {', '.join(names)}."
-        )
-    count = allowed_cores() if num_threads is None else num_threads
-    if count < 1:
-        raise ConfigError(f"Adam threads: {count} is too few.", remedy="Give 1 or more.")
-    return AdamKernel(_cpu_adam.CpuAdam(name, count))
+    return choose(kernel_names(), num_cores=allowed_cores(), num_threads=num_threads, environment=environment)
 
 
-def allowed_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def open_kernel(*, num_threads: int | None = None, environment: Mapping[str, str] = os.environ) -> AdamKernel:
+    """Return the kernel that `choose_kernel` chooses, with its own thread team. Raises as that does."""
+    choice = choose_kernel(num_threads=num_threads, environment=environment)
+    native = _cpu_adam.CpuAdam(
+        choice.name, num_threads=choice.num_threads, share_index=choice.share_index, num_shares=choice.num_shares
+    )
+    return AdamKernel(native, choice)
+
+
+@lru_cache(maxsize=256)
+def _native_scalars(hyper: AdamHyper, coefficient: float) -> _cpu_adam.AdamScalars:
+    scalars = hyper.scalars()
+    return _cpu_adam.AdamScalars(
+        coefficient=coefficient,
+        decay=scalars.decay,
+        l2=scalars.l2,
+        beta2=scalars.beta2,
+        lerp_weight=scalars.lerp_weight,
+        square_weight=scalars.square_weight,
+        root_correction=scalars.root_correction,
+        eps=scalars.eps,
+        step_size=scalars.step_size,
+    )
+
+
+def _native_arrays(arrays: AdamArrays) -> _cpu_adam.Arrays:
+    return _cpu_adam.Arrays(
+        weights=arrays.weights, low=arrays.low, out=arrays.out, states=(arrays.exp_avg, arrays.exp_avg_sq), grad=arrays.grad
+    )
+
+
+def _master(master: MasterFormat) -> _cpu_adam.MasterFormat:
+    return _cpu_adam.MasterFormat.__members__[master.value]
 
 
 def _grad_format(grad_dtype: str) -> _cpu_adam.GradFormat:

@@ -50,6 +50,7 @@ FIELDS: dict[str, object] = {
     "infinity.tile_slots": 4,
     "infinity.weight_slots": 3,
     "infinity.engine": "threads",
+    "infinity.adam_threads": 3,
     "infinity.io_policy": "burst",
     "infinity.grad_dtype": "fp32",
     "infinity.check": True,

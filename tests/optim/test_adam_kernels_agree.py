@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infinity.errors import ConfigError
 from infinity.optim.hyper import AdamHyper
 from infinity.optim.kernel import KERNEL_VARIABLE, AdamArrays, AdamKernel, MasterFormat, kernel_names, open_kernel
+from infinity.optim.kernel_choice import allowed_cores
 from infinity.optim.reference import adam_update_, join_master, split_master
 
 HYPER = AdamHyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
@@ -42,37 +42,49 @@ def special_floats() -> torch.Tensor:
 
 
 def make_arrays(grad_dtype: torch.dtype, numel: int = 5003) -> dict[str, torch.Tensor]:
-    """Random numbers over many magnitudes, then every pair of a special weight and a special gradient."""
+    """Random numbers over many magnitudes, any bit patterns at all, then every pair of a special weight and gradient."""
     generator = torch.Generator().manual_seed(7)
 
     def wide() -> torch.Tensor:
         return torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-140, 40, (numel,), generator=generator)
 
+    def any_bits() -> torch.Tensor:
+        words = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator, dtype=torch.int64)
+        return words.to(torch.int32).view(torch.float32)
+
     special = special_floats()
     weights, grads = torch.cartesian_prod(special, special).unbind(1)
     return {
-        "master": torch.cat([wide(), weights]),
-        "exp_avg": torch.cat([wide(), weights.flip(0)]),
-        "exp_avg_sq": torch.cat([wide().square(), grads.roll(5).abs()]),
-        "grad": torch.cat([wide(), grads]).to(grad_dtype),
+        "master": torch.cat([wide(), any_bits(), weights]),
+        "exp_avg": torch.cat([wide(), any_bits(), weights.flip(0)]),
+        "exp_avg_sq": torch.cat([wide().square(), any_bits().abs(), grads.roll(5).abs()]),
+        "grad": torch.cat([wide(), any_bits(), grads]).to(grad_dtype),
     }
 
 
 def run(
-    one: AdamKernel, master: MasterFormat, arrays: dict[str, torch.Tensor], hyper: AdamHyper, *, piece: int | None = None
-) -> dict[str, torch.Tensor]:
-    """Update copies of the arrays, `piece` elements a call, and return everything that was written."""
+    one: AdamKernel, master: MasterFormat, arrays: dict[str, torch.Tensor], hyper: AdamHyper, *,
+    piece: int | None = None, shift: int = 0, order: int = 1,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Update copies of the arrays and return everything that was written.
+
+    `piece` elements a call, from the front (`order` 1) or from the back (-1); `shift` elements past an aligned address.
+    """
     numel = arrays["master"].numel()
     out_dtype = torch.float16 if master is MasterFormat.FP32_OUT_FP16 else torch.bfloat16
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values[:1].expand(shift), values])[shift:]
+
     written = {
-        "weights": arrays["master"].clone(), "low": torch.zeros(numel, dtype=torch.int16),
-        "out": torch.zeros(numel, dtype=out_dtype), "exp_avg": arrays["exp_avg"].clone(),
-        "exp_avg_sq": arrays["exp_avg_sq"].clone(),
+        "weights": place(arrays["master"]), "low": place(torch.zeros(numel, dtype=torch.int16)),
+        "out": place(torch.zeros(numel, dtype=out_dtype)), "exp_avg": place(arrays["exp_avg"]),
+        "exp_avg_sq": place(arrays["exp_avg_sq"]),
     }  # fmt: skip
     if master is MasterFormat.SPLIT_BF16:
-        written["weights"], written["low"] = split_master(arrays["master"])
-    tensors = {**written, "grad": arrays["grad"]}
-    for begin in range(0, numel, piece or numel):
+        written["weights"], written["low"] = map(place, split_master(arrays["master"]))
+    tensors = {**written, "grad": place(arrays["grad"])}
+    for begin in range(0, numel, piece or numel)[::order]:
         addresses = {name: tensor.data_ptr() + begin * tensor.element_size() for name, tensor in tensors.items()}
         grad_dtype = str(arrays["grad"].dtype).removeprefix("torch.")
         length = min(piece or numel, numel - begin)
@@ -126,13 +138,37 @@ def test_separate_weights_are_the_rounded_master(name: str, master: MasterFormat
 
 
 @pytest.mark.parametrize("name", kernel_names())
-def test_results_do_not_depend_on_threads_or_pieces(name: str) -> None:
-    """One thread or five, one call or many of any length: the same bits."""
-    arrays = make_arrays(torch.bfloat16, numel=150_001)
-    expected = run(kernel(name), MasterFormat.SPLIT_BF16, arrays, HYPER)
-    assert_same_bits(run(kernel(name, num_threads=5), MasterFormat.SPLIT_BF16, arrays, HYPER), expected)
-    for piece in (64, 1000, 32768, 65537):
-        assert_same_bits(run(kernel(name, 2), MasterFormat.SPLIT_BF16, arrays, HYPER, piece=piece), expected)
+@pytest.mark.parametrize("master", list(MasterFormat))
+def test_results_do_not_depend_on_threads_or_pieces(name: str, master: MasterFormat) -> None:
+    """Every number of threads, one call or many of odd lengths, from either end, at odd addresses: the same bits."""
+    arrays = make_arrays(torch.bfloat16, numel=50_001)
+    expected = run(kernel(name), master, arrays, HYPER)
+    for num_threads in range(1, allowed_cores() + 1):
+        assert_same_bits(run(kernel(name, num_threads), master, arrays, HYPER, shift=num_threads), expected)
+    several = kernel(name, allowed_cores())
+    for piece, shift, order in ((64, 0, -1), (1000, 3, 1), (4097, 1, -1), (32768, 2, -1), (65537, 5, 1)):
+        assert_same_bits(run(several, master, arrays, HYPER, piece=piece, shift=shift, order=order), expected)
+
+
+@pytest.mark.parametrize("name", kernel_names())
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+def test_the_bare_loop_leaves_every_bit(name: str, grad_dtype: str) -> None:
+    """What an update is measured against changes no array; `out` gets the high halves of the weights that are there."""
+    arrays = make_arrays(GRAD_DTYPES[grad_dtype], numel=70_001)
+    high, low = split_master(arrays["master"])
+    for master in MasterFormat:
+        given = {
+            "weights": high if master is MasterFormat.SPLIT_BF16 else arrays["master"], "low": low,
+            "exp_avg": arrays["exp_avg"], "exp_avg_sq": arrays["exp_avg_sq"], "grad": arrays["grad"],
+        }  # fmt: skip
+        tensors = {key: tensor.clone() for key, tensor in given.items()}
+        out = torch.zeros(arrays["grad"].numel(), dtype=torch.int16)
+        addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
+        kernel(name, 2).move_bytes(master, grad_dtype, out.numel(), AdamArrays(**addresses, out=out.data_ptr()))
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), given[key].view(torch.uint8)), key
+        if master in (MasterFormat.FP32_OUT_BF16, MasterFormat.FP32_OUT_FP16):
+            assert torch.equal(out, (arrays["master"].view(torch.int32) >> 16).to(torch.int16))
 
 
 def test_subnormals_are_kept_whatever_the_caller_has_set() -> None:
@@ -150,25 +186,6 @@ def test_subnormals_are_kept_whatever_the_caller_has_set() -> None:
     assert flushed == 0.0
     for result in got.values():
         assert_same_bits(result, expected)
-
-
-def test_kernel_is_chosen_by_name() -> None:
-    """Every kernel that this CPU can run may be forced; the scalar one is always there; another name is refused (C52)."""
-    assert kernel_names()[-1] == "scalar"
-    assert [kernel(name).name for name in kernel_names()] == list(kernel_names())
-    assert open_kernel(environment={}).name == kernel_names()[0]
-    with pytest.raises(ConfigError, match=r"'sse9'.*scalar"):
-        kernel("sse9")
-
-
-def test_thread_count_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OMP_NUM_THREADS=1, which launchers export, does not shrink the team; a count is taken, one below 1 refused (C51)."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 5})
-    assert open_kernel(environment={}).num_threads == 3
-    assert open_kernel(environment={}, num_threads=2).num_threads == 2
-    with pytest.raises(ConfigError, match="0"):
-        open_kernel(num_threads=0)
 
 
 FORK = """
