@@ -1,4 +1,4 @@
-"""Final gradients on their way from backward to the update: rounded, measured, and kept in RAM or spilled."""
+"""Final gradients on their way from backward to the update: rounded and measured in one pass, kept in RAM or spilled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import InfinityError
-from infinity.handles import Handle, Ready
+from infinity.handles import Handle
 from infinity.memory.pool import BufferPool, Lease
 from infinity.memory.transfer import Transfers
-from infinity.optim.grad_norm import shard_sum_of_squares
-from infinity.optim.kernel import AdamKernel
+from infinity.optim.grad_norm import combine_partials
+from infinity.optim.kernel import AdamKernel, GradientRun, SquareSums
 from infinity.store.layout import ShardLayout
 from infinity.store.store import Store
+from infinity.zero.gradients import FinalRun, fill
 from infinity.zero.shard import TORCH_DTYPES
+
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class _Leaving:
 
 
 class WaitingGradients:
-    """Where the sums of zero put final gradients. One thread; the buffers are the store's or a slot's.
+    """Where the sums of zero put final gradients (GradientTarget). One thread; the buffers are the store's or a slot's.
 
     On a device with memory of its own one buffer is filled there; while the next unit's backward runs, it is copied to the
     host, and before it is filled again the copy is measured.
@@ -68,40 +71,53 @@ class WaitingGradients:
         self._touched: dict[int, frozenset[str]] = {}
         self._writes: list[Handle[None]] = []
 
-    def flat(self, shard: int) -> torch.Tensor:
-        """Return the tensor to fill: on the compute device, which is the waiting place itself where the CPU computes."""
+    def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
+        """Let the final gradient go to where it waits; see GradientTarget."""
         self._update_now([shard])  # the last step's gradient may still be needed where its unit was not called since
         self._settle()
-        return self._filled(shard)
-
-    def publish(self, shard: int, touched: frozenset[str]) -> None:
-        """Let the filled gradient go to where it waits."""
-        self._leaving = _Leaving(shard, touched, self._transfers.to_host(self._filled(shard), self._host(shard)))
+        if self._on_device is None:
+            self._round(shard, runs, touched)
+            return
+        dtype, num_elements = TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements
+        filled = self._on_device[: num_elements * dtype.itemsize].view(dtype)
+        fill(filled, runs)
+        self._leaving = _Leaving(shard, touched, self._transfers.to_host(filled, self._host(shard)))
         if self._leaving.arrived.done():
             self._settle()
 
-    def host(self, shard: int, lease: Lease | None) -> torch.Tensor:
-        """Return the tensor to fill in host memory; a spilled gradient leaves through the given lease of a slot."""
+    def publish_sum(self, shard: int, total: torch.Tensor, touched: frozenset[str], lease: Lease | None) -> None:
+        """Round a total of host memory, fp32 [num_state_elements], to the gradient that waits; they may begin at one place.
+
+        A spilled gradient leaves through the given lease of a slot.
+        """
         self._settle()
         if lease is not None:
             self._leases[shard] = lease
-        return self._host(shard)
+        self._round(shard, (FinalRun(0, total),), touched)
 
-    def publish_host(self, shard: int, touched: frozenset[str]) -> None:
-        """Measure the gradient that was filled in host memory, and let it wait, or write it out."""
-        self._leaving = _Leaving(shard, touched, Ready(None))
-        self._settle()
+    def _round(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
+        """Round and measure a gradient of host memory in one pass."""
+        native = [
+            GradientRun(run.start, run.values.numel(), run.values.data_ptr(), _DTYPE_NAMES[run.values.dtype]) for run in runs
+        ]
+        address, num_elements = self._host(shard).data_ptr(), self._layouts[shard].num_state_elements
+        sums = self._kernel.round_gradient(native, address, num_elements, self._grad_dtype)
+        self._wait_or_leave(shard, sums, touched)
 
     def _settle(self) -> None:
-        """Measure the gradient that is leaving when it is there, and let it wait, or write it out."""
+        """Measure the gradient that comes from the device when it is there."""
         if self._leaving is None:
             return
         leaving, self._leaving = self._leaving, None
         leaving.arrived.wait()
-        shard, address = leaving.shard, self._host(leaving.shard).data_ptr()
-        num_elements = self._layouts[shard].num_state_elements
-        self._sums_of_squares[shard] = shard_sum_of_squares(self._kernel, address, num_elements, self._grad_dtype)
-        self._touched[shard] = leaving.touched
+        address, num_elements = self._host(leaving.shard).data_ptr(), self._layouts[leaving.shard].num_state_elements
+        sums = self._kernel.gradient_statistics(address, num_elements, self._grad_dtype)
+        self._wait_or_leave(leaving.shard, sums, leaving.touched)
+
+    def _wait_or_leave(self, shard: int, sums: SquareSums, touched: frozenset[str]) -> None:
+        """Let the gradient wait where it is, or write it out."""
+        self._sums_of_squares[shard] = combine_partials(sums.partials)
+        self._touched[shard] = touched
         lease = self._leases.pop(shard, None)
         if lease is not None:
             try:
@@ -129,12 +145,6 @@ class WaitingGradients:
         for lease in self._leases.values():
             lease.release()
         self._leases.clear()
-
-    def _filled(self, shard: int) -> torch.Tensor:
-        if self._on_device is None:
-            return self._host(shard)
-        dtype, num_elements = TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements
-        return self._on_device[: num_elements * dtype.itemsize].view(dtype)
 
     def _host(self, shard: int) -> torch.Tensor:
         buffer = self._store.gradients(shard)

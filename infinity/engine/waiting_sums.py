@@ -25,9 +25,6 @@ from infinity.store.extents import sum_bytes
 from infinity.store.layout import ShardLayout
 from infinity.store.store import Store
 
-# Elements that are rounded at a time: what is read of them must be out before the result takes its place.
-_ROUNDED_AT_ONCE = 1 << 18
-
 
 @dataclass(slots=True)
 class _Held:
@@ -82,8 +79,7 @@ class WaitingSums:
         lease = None
         if self._held is not None and self._held.shard == shard:
             lease, self._held = self._held.lease, None
-        _round(total, self._gradients.host(shard, lease))
-        self._gradients.publish_host(shard, touched)
+        self._gradients.publish_sum(shard, total, touched, lease)
 
     def discard(self) -> None:
         """Give the slot back; what is in it is worth nothing."""
@@ -144,10 +140,3 @@ class WaitingSums:
             ) from error
         self._unplanned[shard, number] = self._resources.enter_context(arena).buffer
         return self._unplanned[shard, number]
-
-
-def _round(total: torch.Tensor, finished: torch.Tensor) -> None:
-    """Round to nearest even, from the front: `finished` may begin where `total` does, and takes no more room."""
-    for begin in range(0, total.numel(), _ROUNDED_AT_ONCE):
-        part = slice(begin, begin + _ROUNDED_AT_ONCE)
-        finished[part] = total[part].to(finished.dtype)

@@ -8,21 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.optim.kernel import AdamKernel
-
-
-def shard_sum_of_squares(kernel: AdamKernel, address: int, num_elements: int, grad_dtype: str) -> float:
-    """Return the sum of squares of one shard's gradient; not finite where one of its elements is not.
-
-    Padding and the parts of parameters without a gradient must hold zeros.
-    """
-    return combine_partials(kernel.gradient_statistics(address, num_elements, grad_dtype).partials)
-
 
 def combine_partials(partials: NDArray[np.float64] | Sequence[float]) -> float:
     """Return the sum in a fixed tree: neighbours are added pairwise, an odd last one is carried to the next level.
 
-    The result depends on the values and their order only. An empty sum is 0.
+    The result depends on the values and their order only; it is not finite where one of them is not. An empty sum is 0.
     """
     level = np.asarray(partials, dtype=np.float64)
     if level.size == 0:

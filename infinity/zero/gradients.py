@@ -19,16 +19,30 @@ from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Shard
 
 
+@dataclass(frozen=True, slots=True)
+class FinalRun:
+    """A run of a final gradient: what belongs from state element `start` of the shard on."""
+
+    start: int
+    values: torch.Tensor  # 1-D, contiguous; fp32, or as autograd gave it where there was only one
+
+
 class GradientTarget(Protocol):
-    """Takes the final gradient of a shard, on the tier where it waits for the update."""
+    """Takes the final gradient of a shard, to the tier where it waits for the update."""
 
-    def flat(self, shard: int) -> torch.Tensor:
-        """Return a 1-D tensor of grad_dtype, [num_state_elements], to be filled."""
+    def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
+        """Round the runs to grad_dtype, to nearest even and once; the gradient is zero where no run is. They ascend.
+
+        `touched` names the parameters that received a gradient. Not called where none did.
+        """
         ...
 
-    def publish(self, shard: int, touched: frozenset[str]) -> None:
-        """Take the filled tensor; `touched` names the parameters that received a gradient. Not called where none did."""
-        ...
+
+def fill(flat: torch.Tensor, runs: Sequence[FinalRun]) -> None:
+    """Make `flat`, 1-D of grad_dtype and [num_state_elements], the gradient whose runs these are."""
+    flat.zero_()
+    for run in runs:
+        flat[run.start : run.start + run.values.numel()].copy_(run.values)
 
 
 @dataclass(slots=True)
@@ -141,19 +155,15 @@ class GradientSums:
         totals = _over_visits(state.sums)
         if not totals:
             return
-        flat = self._target.flat(shard)
-        flat.zero_()
-        for section in layout.sections:
-            if not section.trainable:
-                continue
-            for segment in section.segments:
-                total = totals.get(segment.parameter)
-                if total is not None:
-                    start = section.state_offset + segment.offset
-                    part = total.reshape(-1)[segment.parameter_offset : segment.parameter_offset + segment.length]
-                    flat[start : start + segment.length].copy_(part)  # the one rounding, to nearest even
         state.sums.clear()
-        self._target.publish(shard, frozenset(totals))
+        touched, runs = frozenset(totals), []
+        for section in layout.sections:
+            for segment in section.segments if section.trainable else ():
+                if segment.parameter in touched:
+                    total = totals.pop(segment.parameter).reshape(-1)  # where that copies, what it copied is gone at once
+                    part = total[segment.parameter_offset : segment.parameter_offset + segment.length]
+                    runs.append(FinalRun(section.state_offset + segment.offset, part))
+        self._target.publish(shard, runs, touched)
 
 
 def _over_visits(sums: Mapping[tuple[str, Visit], _Sum]) -> dict[str, torch.Tensor]:

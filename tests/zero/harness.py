@@ -11,7 +11,7 @@ from infinity.store.layout import ParameterSpec, shard_layout
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.absent import AbsentParameter
 from infinity.zero.binding import install, root_bindings, unit_bindings
-from infinity.zero.gradients import GradientSums
+from infinity.zero.gradients import GradientSums, fill
 from infinity.zero.horizontal import run_horizontally
 from infinity.zero.micro_batch import MicroBatch
 from infinity.zero.order import UnitOrder
@@ -55,10 +55,8 @@ class Collected:
         self.touched = set()
         self.published = []
 
-    def flat(self, shard):
-        return self.flats.setdefault(shard, torch.zeros(self.shards[shard].layout.num_state_elements))
-
-    def publish(self, shard, touched):
+    def publish(self, shard, runs, touched):
+        fill(self.flats.setdefault(shard, torch.zeros(self.shards[shard].layout.num_state_elements)), runs)
         self.published.append(self.shards[shard].layout.name)
         self.touched |= touched
 

@@ -5,7 +5,7 @@ import torch
 
 from infinity.errors import IllegalTransition
 from infinity.store.layout import ParameterSpec, shard_layout
-from infinity.zero.gradients import GradientSums
+from infinity.zero.gradients import GradientSums, fill
 from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Residency, Shard
 from infinity.zero.units import ParameterGroup
@@ -20,10 +20,8 @@ class Target:
         self.flats = [torch.full((shard.layout.num_state_elements,), 7.0, dtype=dtype) for shard in shards]
         self.published = []
 
-    def flat(self, shard):
-        return self.flats[shard]
-
-    def publish(self, shard, touched):
+    def publish(self, shard, runs, touched):
+        fill(self.flats[shard], runs)
         self.published.append((shard, set(touched)))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.errors import IllegalTransition
 from infinity.store.layout import ParameterSpec, shard_layout
-from infinity.zero.gradients import GradientSums
+from infinity.zero.gradients import FinalRun, GradientSums
 from infinity.zero.lasting_sums import lasting_sums
 from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Residency, Shard
@@ -44,8 +44,7 @@ class Disk:
             self._take_back()
 
     def publish(self, shard, total, touched):
-        self.target.flat(shard).copy_(total)
-        self.target.publish(shard, touched)
+        self.target.publish(shard, [FinalRun(0, total)], touched)
         self.lent.clear()
 
     def discard(self):
