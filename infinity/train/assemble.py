@@ -7,9 +7,11 @@ import shutil
 import torch
 
 from infinity.byte_sizes import MIB, format_bytes
+from infinity.config.optimizer import OptimizerSection
 from infinity.engine import Engine, initialize
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
+from infinity.optim.kernel import choose_kernel
 from infinity.placement import Plan
 from infinity.train.preflight import Checked
 from infinity.train.reporter import Reporter, Row
@@ -97,6 +99,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
     rows = [
         Row("model", f"{options.model}, {parameter_count(checked.gpt):,} parameters"),
         Row("precision", "bf16 with a split fp32 master" if checked.config.bf16.enabled else "fp32"),
+        Row("optimizer", _optimizer_words(checked.config.optimizer)),
         Row("data", f"{format_bytes(checked.corpus.num_bytes)} in {len(checked.corpus.sources)} files: {data}"),
         Row(
             "step",
@@ -106,6 +109,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         Row("output", str(checked.output.directory)),
         Row("memory free", f"{format_bytes(checked.host_limit.num_bytes)} ({checked.host_limit.source})"),
     ]
+    rows.append(Row("adam", choose_kernel(num_threads=checked.config.infinity.adam_threads).words()))
     rows += [
         Row("nvme", f"{facts.path} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
         for facts in checked.directories
@@ -113,3 +117,9 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
     if checked.probe is not None:
         rows.append(Row("engine", f"{checked.probe.engine}, {'direct' if checked.probe.direct else 'buffered'}"))
     return tuple(rows)
+
+
+def _optimizer_words(section: OptimizerSection) -> str:
+    params = section.params
+    decay = f"weight decay {params.weight_decay:g}{'' if section.decoupled else ' in the gradient'}"
+    return f"{section.type}, lr {params.lr:g}, betas {params.betas[0]:g} {params.betas[1]:g}, eps {params.eps:g}, {decay}"

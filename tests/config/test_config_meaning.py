@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +48,13 @@ def test_contradicting_triple_shows_the_arithmetic() -> None:
 
 
 def test_optimizer_defaults_are_torchs() -> None:
-    """AdamW decays by 0.01 and Adam by 0 where nothing is said."""
+    """C56: names and defaults of torch.optim.AdamW and Adam, read from their signatures."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        theirs = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        ours = Config.from_any({"optimizer": {"type": kind.__name__}}).optimizer.params.model_dump()
+        assert ours.keys() - {"adam_w_mode"} == {"lr", "betas", "eps", "weight_decay"}
+        assert {name: value for name, value in ours.items() if theirs.get(name, value) != value} == {}
+        assert theirs.keys() >= ours.keys() - {"adam_w_mode"}
     adamw, adam = Config.from_any({}), Config.from_any({"optimizer": {"type": "adam"}})
     assert (adamw.optimizer.type, adamw.optimizer.params.weight_decay, adamw.optimizer.decoupled) == ("AdamW", 0.01, True)
     assert (adam.optimizer.type, adam.optimizer.params.weight_decay) == ("Adam", 0.0)
