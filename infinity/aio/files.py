@@ -18,14 +18,17 @@ class DirectFile:
 
     `direct`: whether O_DIRECT is in force; `in_memory`: the file system is tmpfs or the like, which has no cache to spare;
     `granule_bytes`: what offsets, lengths and addresses are multiples of, and what the progress of a short transfer counts
-    in: the device's block under O_DIRECT, otherwise 1.
+    in: the device's block under O_DIRECT, otherwise 1; `device`: the st_dev of its file system.
     """
 
-    __slots__ = ("direct", "fd", "granule_bytes", "in_memory", "path")
+    __slots__ = ("device", "direct", "fd", "granule_bytes", "in_memory", "path")
 
-    def __init__(self, path: Path, fd: int, *, direct: bool, in_memory: bool, block_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self, path: Path, fd: int, *, direct: bool, in_memory: bool, device: int, block_bytes: int = PAGE_BYTES
+    ) -> None:
         self.path = path
         self.fd = fd
+        self.device = device
         self.direct = direct
         self.in_memory = in_memory
         self.granule_bytes = block_bytes if direct else 1
@@ -65,8 +68,10 @@ def open_direct(path: Path | str, *, create: bool, direct: bool = True) -> Direc
     flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | (os.O_CREAT if create else 0)
     try:
         fd, block_bytes = open_unbuffered(path, flags) if direct and not in_memory else (-1, 0)
-        if fd >= 0:
-            return DirectFile(path, fd, direct=True, in_memory=False, block_bytes=block_bytes)
-        return DirectFile(path, os.open(path, flags, 0o600), direct=False, in_memory=in_memory)
+        is_direct = fd >= 0
+        if not is_direct:
+            fd = os.open(path, flags, 0o600)
+        device = os.fstat(fd).st_dev
+        return DirectFile(path, fd, direct=is_direct, in_memory=in_memory, device=device, block_bytes=block_bytes)
     except OSError as error:
         raise storage_error("open", path, -(error.errno or errno.EIO)) from error

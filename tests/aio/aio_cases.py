@@ -60,7 +60,7 @@ class Memory:
 def pipe_file() -> tuple[DirectFile, int]:
     """Return a file whose reads block until something is written to the descriptor that comes with it."""
     reading, writing = os.pipe()
-    return DirectFile(Path("a-pipe"), reading, direct=False, in_memory=True), writing
+    return DirectFile(Path("a-pipe"), reading, direct=False, in_memory=True, device=0), writing
 
 
 def num_engine_threads() -> int:
