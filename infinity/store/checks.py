@@ -6,12 +6,13 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.aio.filesystems import free_bytes, memory_filesystem
 from infinity.aio.mounts import MOUNT_TABLE, mount_of, read_mounts
-from infinity.errors import StorageError
+from infinity.errors import ConfigError, StorageError
 
 _MOUNT_TABLE = MOUNT_TABLE
 
@@ -50,10 +51,32 @@ def check_directory(path: Path) -> DirectoryFacts:
     )  # fmt: skip
 
 
+def require_distinct(paths: Sequence[Path]) -> None:
+    """Raise ConfigError, naming both spellings, where two existing paths are one directory: a link, or a bind mount."""
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        status = path.stat()
+        first = seen.setdefault((status.st_dev, status.st_ino), path)
+        if first is not path:
+            raise ConfigError(
+                f"NVMe directories {first} and {path} are one and the same: nothing is gained by striping over it.",
+                remedy="Give each directory once.",
+            )
+
+
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that holds an absolute path."""
     mount = mount_of(path, read_mounts(_MOUNT_TABLE))
     return mount.file_system if mount else "unknown"
+
+
+def device_of(path: Path) -> str:
+    """Return what an absolute path's file system is mounted from, such as "/dev/nvme0n1p1", else the number of its device."""
+    mount = mount_of(path, read_mounts(_MOUNT_TABLE))
+    if mount and "/" in mount.source:
+        return mount.source
+    number = path.stat().st_dev
+    return f"device {os.major(number)}:{os.minor(number)}"
 
 
 def _make(path: Path) -> None:

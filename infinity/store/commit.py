@@ -23,8 +23,9 @@ from infinity.store.directory import COMMITTED_NAME, CONSUMED_NAME, RESIDENT_NAM
 from infinity.store.durable import sync_directory, write_json_durably
 from infinity.store.extents import Extent, ExtentTable, Shards
 from infinity.store.shares import ShardShares
+from infinity.store.stripes import Stripe
 
-_FORMAT = "infinity-commit/1"
+_FORMAT = "infinity-commit/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class Commit:
     """What committed.json says."""
 
     commit_id: str
-    run_paths: tuple[Path, ...]  # every run directory of the store; the first one holds resident.bin
+    run_paths: tuple[Path, ...]  # every run directory of the store; one of them holds resident.bin
     fingerprint: str  # of the layout and the extents
     shares: tuple[ShardShares, ...]  # the next run must use the same
+    stripes: tuple[Stripe, ...]  # of each run directory: the extents follow from them, whatever the devices do by now
     file_bytes: tuple[int, ...]  # of each swap file
     resident_bytes: int
     manifest: Mapping[str, object]  # the caller's own: counters, random state, ...
@@ -63,11 +65,8 @@ def describe_extents(swapped: ExtentTable, resident: ExtentTable, shards: Shards
     """Return, per shard, where a checkpoint in place has its weights and tiles, as JSON-able values."""
     described: list[dict[str, object]] = []
     for (layout, _), on_disk, in_ram in zip(shards, swapped.shards, resident.shards, strict=True):
-        tiles = [
-            _where(disk, SWAP_NAME) or _where(ram, RESIDENT_NAME)
-            for disk, ram in zip(on_disk.tiles, in_ram.tiles, strict=True)
-        ]
-        weights = _where(on_disk.weights, SWAP_NAME) or _where(in_ram.weights, RESIDENT_NAME)
+        tiles = [_on_disk(disk) or _in_ram(ram) for disk, ram in zip(on_disk.tiles, in_ram.tiles, strict=True)]
+        weights = _on_disk(on_disk.weights) or _in_ram(in_ram.weights)
         described.append({"name": layout.name, "weights": weights, "tiles": tiles})
     return described
 
@@ -101,7 +100,7 @@ def read_commit(path: Path) -> Commit:
             )
         _require_size(run_path / SWAP_NAME, commit.file_bytes[number])
     if commit.resident_bytes:
-        _require_size(commit.run_paths[0] / RESIDENT_NAME, commit.resident_bytes)
+        _require_size(find_resident(commit.run_paths) or commit.run_paths[0] / RESIDENT_NAME, commit.resident_bytes)
     return commit
 
 
@@ -111,7 +110,13 @@ def consume_commit(run_paths: Sequence[Path]) -> None:
         if (path / COMMITTED_NAME).exists():
             (path / COMMITTED_NAME).replace(path / CONSUMED_NAME)
             sync_directory(path)
-    (run_paths[0] / RESIDENT_NAME).unlink(missing_ok=True)
+    for path in run_paths:
+        (path / RESIDENT_NAME).unlink(missing_ok=True)
+
+
+def find_resident(run_paths: Sequence[Path]) -> Path | None:
+    """Return the path of resident.bin, in whichever run directory it is; None where there is none."""
+    return next((path / RESIDENT_NAME for path in run_paths if (path / RESIDENT_NAME).exists()), None)
 
 
 def shares_to_json(shares: Sequence[ShardShares]) -> list[dict[str, object]]:
@@ -128,10 +133,14 @@ def _shares_to_json(shares: ShardShares) -> dict[str, object]:
     }
 
 
-def _where(extent: Extent | None, name: str) -> dict[str, object] | None:
+def _on_disk(extent: Extent | None) -> dict[str, object] | None:
     if extent is None:
         return None
-    return {"file": name, "directory": extent.file, "offset": extent.offset, "length": extent.num_bytes}
+    return {"file": SWAP_NAME, "directory": extent.file, "offset": extent.offset, "length": extent.num_bytes}
+
+
+def _in_ram(extent: Extent | None) -> dict[str, object] | None:
+    return None if extent is None else {"file": RESIDENT_NAME, "offset": extent.offset, "length": extent.num_bytes}
 
 
 def _read(path: Path) -> Commit:
@@ -150,6 +159,7 @@ def _read(path: Path) -> Commit:
                 ShardShares(Tier(one["params"]), Tier(one["grads"]), frozenset(one["resident_tiles"]), int(one["num_sums"]))
                 for one in content["shares"]
             ),
+            stripes=tuple(Stripe(float(one["weight"]), one["limit_bytes"]) for one in content["stripes"]),
             file_bytes=tuple(content["file_bytes"]),
             resident_bytes=content["resident_bytes"],
             manifest=content["manifest"],

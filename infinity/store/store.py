@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from infinity.aio.engine import Engine
@@ -33,6 +34,7 @@ from infinity.store.extents import (
 )
 from infinity.store.layout import Tile
 from infinity.store.resident import ResidentBytes
+from infinity.store.stripes import Stripe
 from infinity.store.swap_file import create_swap_file
 from infinity.store.swap_space import SwapSpace, adopt_swap_space, open_swap_space
 from infinity.store.swapped import SwapIo, SwappedBytes
@@ -139,6 +141,7 @@ class Store:
             "fingerprint": fingerprint(self._shards, self._table, self._grad_element_bytes),
             "directories": [str(path) for path in self.directories],
             "file_bytes": list(self._table.file_bytes),
+            "stripes": [asdict(stripe) for stripe in self._table.stripes],
             "shares": shares_to_json([shares for _, shares in self._shards]),
             "shards": describe_extents(self._table, self._resident_table, self._shards),
         }
@@ -216,28 +219,27 @@ def open_store(
     num_tile_slots: int,
     shards: Shards,
     grad_element_bytes: int,
+    stripes: Sequence[Stripe] | None = None,
     adopt: Path | None = None,
 ) -> Store:
     """Reserve all memory and disk that the shards need, and return the store. On any error nothing is left behind.
 
     Without `adopt` each of `directories` gets a run directory with a swap file (none is touched when nothing is on NVMe),
-    and all states start out empty. With it, the checkpoint in place in that run directory is taken over: `directories` and
-    `run_name` are not used, every state is as committed, and `shards` must be those of the commit (`commit.read_commit`
-    returns its shares and manifest).
+    `stripes` say how the bytes are shared out among them (equally unless given), and all states start out empty. With it,
+    the checkpoint in place in that run directory is taken over: `directories`, `run_name` and `stripes` are not used, every
+    state is as committed, and `shards` must be those of the commit (`commit.read_commit` returns its shares and manifest).
 
     Raises StorageError for an unfit directory, SwapSpaceError, OverBudget, ConfigError for a bad run name or no directory,
     and with `adopt` CheckpointIncomplete and CheckpointMismatch.
     """
     with ExitStack() as resources:
         if adopt is None:
-            table = plan_extents(
-                shards, grad_element_bytes=grad_element_bytes, directory_weights=[1.0] * max(1, len(directories))
-            )
+            equal = [Stripe(1.0)] * max(1, len(directories))
+            table = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=stripes or equal)
             space = open_swap_space(directories, run_name, table.file_bytes, ledger=ledger, resources=resources)
         else:
             space, commit = adopt_swap_space(adopt, ledger=ledger, resources=resources)
-            weights = [1.0] * len(commit.run_paths)
-            table = plan_extents(shards, grad_element_bytes=grad_element_bytes, directory_weights=weights)
+            table = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=commit.stripes)
             if fingerprint(shards, table, grad_element_bytes) != commit.fingerprint:
                 raise CheckpointMismatch(
                     f"{adopt} holds a checkpoint of another model, precision, tile size or placement.",

@@ -9,12 +9,12 @@ from enum import Enum
 from pathlib import Path
 
 from infinity.aio.files import DirectFile, open_direct
-from infinity.aio.filesystems import memory_filesystem
+from infinity.aio.filesystems import free_bytes, memory_filesystem
 from infinity.errors import ConfigError, StorageError
 from infinity.memory.ledger import Ledger
 from infinity.states import Lifecycle, Tier
-from infinity.store.checks import check_directory
-from infinity.store.commit import Commit, consume_commit, read_commit, write_commit
+from infinity.store.checks import check_directory, require_distinct
+from infinity.store.commit import Commit, consume_commit, find_resident, read_commit, write_commit
 from infinity.store.directory import (
     RESIDENT_NAME,
     SWAP_NAME,
@@ -58,13 +58,17 @@ class SwapSpace:
         return self._lifecycle.state
 
     def resident_path(self) -> Path:
-        """Return the path of the file for what lives in RAM. Raises StorageError when there is no run directory."""
+        """Return the path of the file for what lives in RAM: where it is, or where there is most room for it.
+
+        Raises StorageError when there is no run directory.
+        """
         if not self.run_paths:
             raise StorageError(
                 "Nothing of this run is on NVMe, so there is no directory to commit in place.",
                 remedy="Write a checkpoint that is a copy.",
             )
-        return self.run_paths[0] / RESIDENT_NAME
+        roomiest = max(self.run_paths, key=lambda path: free_bytes(path) or 0)
+        return find_resident(self.run_paths) or roomiest / RESIDENT_NAME
 
     def consume(self) -> None:
         """Make the files scratch again, durably, before their content changes."""
@@ -108,13 +112,15 @@ def open_swap_space(
     """Claim a run directory in each of `directories` and reserve its swap file; with no bytes at all touch nothing.
 
     Dead runs are removed first. On a file system in RAM the bytes are taken from the ledger. Raises StorageError for an
-    unfit directory, SwapSpaceError before anything is made where the room is missing, OverBudget.
+    unfit directory, ConfigError for one that is given twice, SwapSpaceError before anything is made where the room is
+    missing, OverBudget.
     """
     if not any(file_bytes):
         return SwapSpace((), (), CommitState.SCRATCH, ())
     if not directories:
         raise ConfigError(f"{sum(file_bytes)} bytes go to NVMe, but no directory is given.", remedy="Give --nvme DIR.")
     paths = [check_directory(directory).path for directory in directories]
+    require_distinct(directories)
     removed = _remove_dead(paths)
     require_space(tuple(zip(paths, file_bytes, strict=True)))
     runs, files = [], []

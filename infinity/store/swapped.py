@@ -15,6 +15,7 @@ from infinity.handles import Handle, Ready
 from infinity.memory.arena import Buffer
 from infinity.states import Lifecycle
 from infinity.store.extents import Extent
+from infinity.store.failures import NamedHandle, SwapFailures
 from infinity.telemetry.recorder import Recorder
 
 
@@ -36,6 +37,7 @@ class SwapIo:
 
     def __init__(self, engine: Engine, files: Sequence[DirectFile], recorder: Recorder) -> None:
         self.files = tuple(files)
+        self._failures = SwapFailures(files)
         self._engine = engine
         self._recorder = recorder
         self._lifecycle = Lifecycle("Store", IoState.OPEN, _IO_MOVES)
@@ -69,7 +71,8 @@ class SwapIo:
                 f"{buffer.num_bytes} bytes.",
                 remedy="Give a buffer of whole pages.",
             )
-        return self._engine.submit([Request(op, file, extent.offset, buffer.address, extent.num_bytes, buffer)])[0]
+        request = Request(op, file, extent.offset, buffer.address, extent.num_bytes, buffer)
+        return NamedHandle(self._engine.submit([request])[0], file, self._failures)
 
 
 _WRITTEN = Ready(None)

@@ -17,6 +17,7 @@ from infinity.states import Tier
 from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout
 from infinity.store.shares import ShardShares
 from infinity.store.store import Store, open_store
+from infinity.store.stripes import Stripe
 from infinity.telemetry.recorder import Recorder
 
 TILE_ELEMENTS = 1024
@@ -72,11 +73,13 @@ def make_store(
     recorder: Recorder | None = None,
     run_name: str = "test",
     num_tile_slots: int = 3,
+    stripes: Sequence[Stripe] | None = None,
     adopt: Path | None = None,
 ) -> Store:
     return open_store(
         directories=directories, engine=engine, ledger=ledger or Ledger({}), recorder=recorder or Recorder(),
-        run_name=run_name, pin=False, num_tile_slots=num_tile_slots, shards=shards, grad_element_bytes=2, adopt=adopt,
+        run_name=run_name, pin=False, num_tile_slots=num_tile_slots, shards=shards, grad_element_bytes=2,
+        stripes=stripes, adopt=adopt,
     )  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, threads_engine: Engine,
     elif damage == "garbage":
         committed.write_text(committed.read_text()[:-9])
     elif damage == "format":
-        committed.write_text(committed.read_text().replace("infinity-commit/1", "infinity-commit/9"))
+        committed.write_text(committed.read_text().replace("infinity-commit/", "infinity-commit/9"))
     else:
         committed.write_text(committed.read_text().replace(read_commit(first).commit_id, "0" * 32))
     with pytest.raises(CheckpointMismatch if damage == "format" else CheckpointIncomplete):

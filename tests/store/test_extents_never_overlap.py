@@ -18,6 +18,7 @@ from infinity.store.extents import (
 )
 from infinity.store.layout import ParameterSpec, shard_layout
 from infinity.store.shares import ShardShares
+from infinity.store.stripes import Stripe
 
 
 @st.composite
@@ -52,7 +53,7 @@ def assert_fills_the_files(table: ExtentTable) -> None:
 @settings(max_examples=150, deadline=None)
 def test_extents_are_disjoint_and_fill_each_file(shards: Shards, num_directories: int, grad_element_bytes: int) -> None:
     """Sizes are known before any file exists, and nothing is lost between two extents."""
-    table = plan_extents(shards, grad_element_bytes=grad_element_bytes, directory_weights=[1.0] * num_directories)
+    table = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=[Stripe(1.0)] * num_directories)
     assert_fills_the_files(table)
     for (layout, shares), extents in zip(shards, table.shards, strict=True):
         for tile, extent in zip(layout.tiles, extents.tiles, strict=True):
@@ -79,7 +80,7 @@ def test_equal_tiles_go_round_equal_directories() -> None:
     """Consecutive tiles of one size are on different disks."""
     layout = shard_layout(0, "unit", [ParameterSpec("p", (64 * 1024,), "float32", True)], tile_elements=1024)
     table = plan_extents(
-        [(layout, ShardShares(Tier.NVME, Tier.CPU, frozenset()))], grad_element_bytes=2, directory_weights=[1.0] * 3
+        [(layout, ShardShares(Tier.NVME, Tier.CPU, frozenset()))], grad_element_bytes=2, stripes=[Stripe(1.0)] * 3
     )
     assert [extent.file for extent in table.shards[0].tiles if extent] == [k % 3 for k in range(64)]
 
@@ -88,7 +89,7 @@ def test_a_directory_of_twice_the_weight_gets_twice_the_tiles() -> None:
     """The weight vector is each directory's share."""
     layout = shard_layout(0, "unit", [ParameterSpec("p", (96 * 1024,), "float32", True)], tile_elements=1024)
     shards = [(layout, ShardShares(Tier.CPU, Tier.CPU, frozenset()))]
-    table = plan_extents(shards, grad_element_bytes=2, directory_weights=[2.0, 1.0])
+    table = plan_extents(shards, grad_element_bytes=2, stripes=[Stripe(2.0), Stripe(1.0)])
     assert table.file_bytes[0] == 2 * table.file_bytes[1]
 
 
