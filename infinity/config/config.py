@@ -176,6 +176,12 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):
             notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")
+    given = config.infinity.nvme
+    notes += [
+        f"infinity.nvme: {path} is given {given.count(path)} times and used once."
+        for path in dict.fromkeys(given)
+        if given.count(path) > 1
+    ]
     if len(config.nvme_directories) > 1:
-        notes.append("nvme_path: everything on NVMe is striped over all directories given.")
+        notes.append("nvme_path: everything on NVMe is striped over all directories given, by their speed and room.")
     return notes

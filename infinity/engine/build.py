@@ -9,7 +9,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from infinity.config import Config
 from infinity.engine.activations import ActivationMeter, open_activation_meter
 from infinity.engine.cut import CutModel, cut
 from infinity.engine.determinism import compute_deterministically
+from infinity.engine.directories import Directories, open_directories
 from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import InitializedValues, Initializer, fill_shard
@@ -37,7 +38,6 @@ from infinity.engine.planned import (
 from infinity.engine.reserve import (
     open_device_gradient,
     open_gradient_slots,
-    open_io,
     open_kept_weights,
     open_weight_slots,
 )
@@ -57,6 +57,7 @@ from infinity.optim.schedules import ScheduleKind, build_schedule
 from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan
 from infinity.states import Tier
+from infinity.store.extents import Shards
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store, open_store
 from infinity.telemetry.recorder import Recorder
@@ -108,7 +109,7 @@ def initialize(
     inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose weights stay, where
     they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
-    `on_plan` is called with the plan before anything is reserved.
+    `on_plan` is called with the plan, and what each directory will take, before any of it is reserved.
 
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
     """
@@ -124,22 +125,33 @@ def initialize(
     plan = plan_for(pieces, resolved, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
     if adopted is not None:
         adopted.require_shares([shares_of(unit) for unit in plan.units])
-    if on_plan is not None:
-        on_plan(plan)
-    request = EngineRequest(
-        model=model,
-        config=resolved,
-        pieces=pieces,
-        plan=plan,
-        compute=compute,
-        init=init,
-        run_name=run_name,
-        lr_schedule=lr_schedule,
-        adopted=adopted,
-        base_bytes=base_bytes,
-        notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute)),
-    )
+    placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
     with ExitStack() as resources:
+        directories = open_directories(
+            resolved,
+            placed,
+            grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(resolved)],
+            adopted=adopted,
+            resources=resources,
+        )
+        plan = replace(plan, directories=directories.lines)
+        if on_plan is not None:
+            on_plan(plan)
+        request = EngineRequest(
+            model=model,
+            config=resolved,
+            pieces=pieces,
+            plan=plan,
+            placed=placed,
+            directories=directories,
+            compute=compute,
+            init=init,
+            run_name=run_name,
+            lr_schedule=lr_schedule,
+            adopted=adopted,
+            base_bytes=base_bytes,
+            notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute), *directories.notes),
+        )
         engine = _compose(request, resources)
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
 
@@ -152,6 +164,8 @@ class EngineRequest:
     config: Config
     pieces: CutModel
     plan: Plan
+    placed: Shards
+    directories: Directories
     compute: ComputeDevice
     init: Initializer | None
     run_name: str
@@ -171,8 +185,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     recorder = Recorder(max_spans=_MAX_SPANS)
     pin = config.pin_memory and compute.memory is not None
     grad_dtype = grad_dtype_of(config)
-    placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
-    io_engine, io_notes = open_io(config, plan, resources)
+    placed, io_engine = request.placed, request.directories.engine
     store = open_store(
         directories=config.nvme_directories,
         engine=io_engine,
@@ -183,7 +196,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         num_tile_slots=max(1, plan.num_tile_slots),
         shards=placed,
         grad_element_bytes=ELEMENT_BYTES[grad_dtype],
-        adopt=request.adopted.run if request.adopted is not None else None,
+        stripes=request.directories.stripes,
+        adopt=request.adopted.run_paths[0] if request.adopted is not None else None,
     )
     resources.callback(store.close, keep=True)
     kernel = open_kernel(num_threads=config.infinity.adam_threads)
@@ -300,7 +314,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
             io=io_engine.facts,
-            notes=(*request.notes, *model_notes, *io_notes, *io_engine.facts.notes),
+            notes=(*request.notes, *model_notes, *io_engine.facts.notes),
             resources=_closed_at_exit(resources.pop_all()),
         )
     )

@@ -15,7 +15,7 @@ from infinity.checkpoint.manifest import CheckpointState, FileRecord, state_from
 from infinity.checkpoint.reader import Checkpoint
 from infinity.checkpoint.sources import UnitSource
 from infinity.checkpoint.writer import write_checkpoint
-from infinity.errors import CheckpointMismatch
+from infinity.errors import CheckpointIncomplete, CheckpointMismatch
 from infinity.store.commit import read_commit
 from infinity.store.shares import ShardShares
 from infinity.store.store import Store
@@ -28,7 +28,8 @@ _STATE, _CPU_MEMORY = "state", "cpu_memory_bytes"
 class Adoption:
     """A checkpoint in place that is to be taken over."""
 
-    run: Path  # its run directory, or one of them
+    run_paths: tuple[Path, ...]  # its run directories
+    file_bytes: tuple[int, ...]  # of the swap file in each
     state: CheckpointState
     cpu_memory_bytes: int  # the budget that its layout was planned for
     shares: tuple[ShardShares, ...]
@@ -37,7 +38,7 @@ class Adoption:
         """Raise CheckpointMismatch unless the plan puts every state where the swap files have it."""
         if tuple(planned) != self.shares:
             raise CheckpointMismatch(
-                f"{self.run} was written with other tiers than this run plans, so its swap files cannot be taken over.",
+                f"{self.run_paths[0]} was written with other tiers than this run plans: the swap files cannot be used.",
                 remedy=f"Resume with --cpu-memory {self.cpu_memory_bytes} and the other settings that it was written with.",
             )
 
@@ -64,16 +65,21 @@ def adoption(checkpoint: Path) -> Adoption | None:
 
     Raises CheckpointError and its kinds where the swap files are no longer that checkpoint.
     """
-    files = verify(checkpoint).manifest.swap_files
-    if not files:
+    manifest = verify(checkpoint).manifest
+    if not manifest.swap_files:
         return None
-    run = Path(files[0].path).parent
+    run = Path(manifest.swap_files[0].path).parent
     commit = read_commit(run)
     cpu_memory_bytes = commit.manifest.get(_CPU_MEMORY)
     if not isinstance(cpu_memory_bytes, int):
         raise CheckpointMismatch(f"{run} was not committed by this version of infinity: it names no memory budget.")
     state = state_from_json(commit.manifest.get(_STATE), where=str(run))
-    return Adoption(run, state, cpu_memory_bytes, commit.shares)
+    if state != manifest.state:  # names and lengths are the same; the content is another commit's
+        raise CheckpointIncomplete(
+            f"{checkpoint} is gone: its swap files in {run} hold the checkpoint of step {state.counters.global_step} now.",
+            remedy="Resume from that one, or from one that is a copy.",
+        )
+    return Adoption(commit.run_paths, commit.file_bytes, state, cpu_memory_bytes, commit.shares)
 
 
 def require_adopted(checkpoint: Checkpoint, adopted: CheckpointState | None) -> None:

@@ -1,4 +1,4 @@
-"""Reserves what the plan names: the I/O engine, weight slots, gradient slots. `resources` gives everything back."""
+"""Reserves what the plan names: weight slots, gradient slots, what is on the device. `resources` gives everything back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from infinity.aio.engine import Engine as IoEngine
-from infinity.aio.select import open_engine, probe
 from infinity.byte_sizes import PAGE_BYTES
-from infinity.config import Config
 from infinity.engine.cut import CutModel
 from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.device import ComputeDevice, device_bytes
@@ -17,22 +14,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, open_pool
 from infinity.placement import Owner, Plan
 from infinity.states import Tier
-from infinity.store.checks import check_directory
 from infinity.zero.weights import Slot
-
-
-def open_io(config: Config, plan: Plan, resources: ExitStack) -> tuple[IoEngine, tuple[str, ...]]:
-    """Return the I/O engine that works in the directories, and what was not available there."""
-    kind: str = config.infinity.engine if plan.uses_nvme else "threads"
-    notes: list[str] = []
-    for directory in config.nvme_directories if plan.uses_nvme else ():
-        check_directory(directory)
-        found = probe(directory, kind)
-        kind = found.engine if kind == "auto" else kind
-        notes += found.notes
-    engine = open_engine(kind, queue_depth=config.aio.queue_depth, block_bytes=config.aio.block_size)
-    resources.callback(engine.close)
-    return engine, tuple(notes)
 
 
 def open_weight_slots(plan: Plan, ledger: Ledger, compute: ComputeDevice, pin: bool, resources: ExitStack) -> list[Slot]:

@@ -2,7 +2,7 @@
 
 from infinity.placement.explain import smallest_cpu_memory_bytes
 from infinity.placement.placement import Placement, UnitPlacement
-from infinity.placement.plan import DiskLine, MemoryLine, Owner, Plan, TrafficLine, UnitPlan
+from infinity.placement.plan import DirectoryLine, DiskLine, MemoryLine, Owner, Plan, TrafficLine, UnitPlan
 from infinity.placement.planner import make_plan
 from infinity.placement.request import PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
@@ -10,6 +10,7 @@ from infinity.placement.stages import PARTITIONED, is_partitioned
 
 __all__ = [
     "PARTITIONED",
+    "DirectoryLine",
     "DiskLine",
     "MemoryLine",
     "Owner",

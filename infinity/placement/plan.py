@@ -53,6 +53,17 @@ class DiskLine:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryLine:
+    """Bytes that one directory takes; what its device did when it was measured, which directories on one device share."""
+
+    directory: str
+    device: str
+    num_bytes: int
+    read_bytes_per_second: float | None = None  # None: not measured
+    write_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UnitPlan:
     """Where one unit's states live."""
 
@@ -93,6 +104,7 @@ class Plan:
     traffic: tuple[TrafficLine, ...]
     disk: tuple[DiskLine, ...]
     budgets: tuple[tuple[Tier, int], ...]
+    directories: tuple[DirectoryLine, ...] = ()  # how the bytes on NVMe are shared out; empty until somebody has looked
 
     def memory_bytes(self, tier: Tier) -> int:
         """Return the predicted peak of a tier."""
@@ -126,6 +138,24 @@ class Plan:
     def uses_nvme(self) -> bool:
         return self.disk_bytes > 0
 
+    @property
+    def nvme_seconds(self) -> float | None:
+        """The time of one step's reads and writes at the measured rates, one direction at a time; None where unmeasured."""
+        total = sum(line.num_bytes for line in self.directories)
+        seconds: dict[str, float] = {}  # by device
+        for line in self.directories:
+            if line.read_bytes_per_second is None or line.write_bytes_per_second is None:
+                return None
+            reading = self.nvme_read_bytes / line.read_bytes_per_second
+            writing = self.nvme_write_bytes / line.write_bytes_per_second
+            seconds[line.device] = seconds.get(line.device, 0.0) + line.num_bytes / total * (reading + writing)
+        return max(seconds.values(), default=None)
+
+    @property
+    def nvme_bytes_per_second(self) -> float | None:
+        """What the directories do together with one step's mix of reads and writes; None where unmeasured."""
+        return (self.nvme_read_bytes + self.nvme_write_bytes) / self.nvme_seconds if self.nvme_seconds else None
+
     def to_json(self) -> dict[str, object]:
         """Return plain values, with the totals, ready for json.dumps."""
         totals = {
@@ -154,6 +184,7 @@ class Plan:
         ]
         rows += [(f"nvme {line.what}", format_bytes(line.num_bytes)) for line in self.disk]
         rows.append(("nvme total", format_bytes(self.disk_bytes)))
+        rows += [(f"nvme {line.directory}", _directory_words(line, self.directories)) for line in self.directories]
         rows += [
             (f"nvme {line.what} per step", f"read {format_bytes(line.read_bytes)}, written {format_bytes(line.write_bytes)}")
             for line in self.traffic
@@ -162,6 +193,8 @@ class Plan:
         hits = f" ({format_bytes(saved)} of weights found in slots at the turn)" if saved else ""
         rows.append(("nvme read per step", format_bytes(self.nvme_read_bytes) + hits))
         rows.append(("nvme written per step", format_bytes(self.nvme_write_bytes)))
+        if self.nvme_seconds is not None:
+            rows.append(("nvme time per step", f"{self.nvme_seconds:.2f} s at the measured rates"))
         return tuple(rows)
 
 
@@ -171,6 +204,16 @@ def _tier_counts(units: tuple[UnitPlan, ...]) -> str:
         counts = [f"{tiers.count(tier)} {tier.value}" for tier in Tier if tier in tiers]
         words.append(f"{label} {' + '.join(counts)}")
     return f"{len(units)}; {', '.join(words)}"
+
+
+def _directory_words(line: DirectoryLine, lines: tuple[DirectoryLine, ...]) -> str:
+    share = line.num_bytes / max(1, sum(one.num_bytes for one in lines))
+    words = f"{format_bytes(line.num_bytes)} ({share:.0%}) on {line.device}"
+    if line.read_bytes_per_second is None or line.write_bytes_per_second is None:
+        return words
+    shared = ", shared" if sum(one.device == line.device for one in lines) > 1 else ""
+    read, written = format_bytes(line.read_bytes_per_second), format_bytes(line.write_bytes_per_second)
+    return f"{words}: reads {read}/s, writes {written}/s{shared}"
 
 
 def _plain(value: object) -> object:

@@ -183,6 +183,8 @@ class Loop:
 
     def _summary(self, weights: str | None) -> Summary:
         checked, totals, ledger = self._checked, self._totals, self._engine.ledger
+        read_bytes = totals.nvme_read_bytes + self._carried["nvme_read_bytes"]
+        write_bytes = totals.nvme_write_bytes + self._carried["nvme_write_bytes"]
         return Summary(
             model=checked.options.model,
             parameters=parameter_count(checked.gpt),
@@ -195,8 +197,10 @@ class Loop:
             tokens=totals.tokens,
             seconds=totals.seconds,
             tokens_per_second=totals.tokens / totals.seconds if totals.seconds else 0.0,
-            nvme_read_bytes=totals.nvme_read_bytes + self._carried["nvme_read_bytes"],
-            nvme_write_bytes=totals.nvme_write_bytes + self._carried["nvme_write_bytes"],
+            nvme_read_bytes=read_bytes,
+            nvme_write_bytes=write_bytes,
+            nvme_bytes_per_second=(read_bytes + write_bytes) / totals.seconds if totals.seconds else 0.0,
+            nvme_predicted_bytes_per_second=self._engine.plan.nvme_bytes_per_second,
             unit_loads=totals.unit_loads,
             cpu_memory_peak_bytes=ledger.peak(Tier.CPU),
             rss_peak_bytes=peak_rss_bytes(),

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.aio.select import Probe, probe
+from infinity.aio.select import KINDS, Probe, probe
 from infinity.byte_sizes import format_bytes
 from infinity.checkpoint.completeness import latest, verify
 from infinity.checkpoint.manifest import MANIFEST, read_manifest
@@ -18,7 +18,7 @@ from infinity.data.corpus import Corpus, open_corpus, require_sequences, standar
 from infinity.errors import CheckpointError, ConfigError, SwapSpaceError
 from infinity.memory.limits import HostLimit, host_limit_bytes
 from infinity.models.presets import GPTConfig, parameter_count, preset
-from infinity.store.checks import DirectoryFacts, check_directory
+from infinity.store.checks import DirectoryFacts, check_directory, require_distinct
 from infinity.store.directory import remove_dead_runs
 from infinity.train.options import TrainOptions, check_counts
 from infinity.train.output import Output, check_output, default_output
@@ -61,6 +61,7 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
     resume_from = _find_checkpoint(options.resume, output, reporter)
     with ExitStack() as undo:
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
+        require_distinct(options.config.nvme_directories)
         _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - _adopted_bytes(resume_from), directories)
         found = _probe(options.config, directories, reporter)
         checked = Checked(
@@ -161,9 +162,11 @@ def _require_space(needed_bytes: int, directories: Iterable[DirectoryFacts]) -> 
 
 
 def _probe(config: Config, directories: Iterable[DirectoryFacts], reporter: Reporter) -> Probe | None:
-    found = None
-    for facts in directories:
-        found = probe(facts.path, config.infinity.engine)
-        for sentence in found.notes:
-            reporter.note(sentence)
-    return found
+    """Return what works in all of the directories; say what does not in any."""
+    found = [probe(facts.path, config.infinity.engine) for facts in directories]
+    for sentence in (sentence for one in found for sentence in one.notes):
+        reporter.note(sentence)
+    if not found:
+        return None
+    engine = max((one.engine for one in found), key=KINDS.index)  # the last in the order of preference
+    return Probe(engine, all(one.direct for one in found), ())

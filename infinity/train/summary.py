@@ -71,6 +71,8 @@ class Summary:
     tokens_per_second: float
     nvme_read_bytes: int
     nvme_write_bytes: int
+    nvme_bytes_per_second: float  # read and written, over the time in steps, computing included
+    nvme_predicted_bytes_per_second: float | None  # of the same mix at the measured rates; None where none were measured
     unit_loads: int
     cpu_memory_peak_bytes: int
     rss_peak_bytes: int
@@ -104,7 +106,7 @@ class Summary:
                 "I/O",
                 io_words(self.engine, registered_files=self.registered_files, registered_buffers=self.registered_buffers),
             ),
-            Row("NVMe", f"{format_bytes(self.nvme_read_bytes)} read, {format_bytes(self.nvme_write_bytes)} written"),
+            Row("NVMe", self._nvme_words()),
             Row(
                 "Memory peak", f"{format_bytes(self.cpu_memory_peak_bytes)} booked, {format_bytes(self.rss_peak_bytes)} RSS"
             ),
@@ -114,6 +116,14 @@ class Summary:
         if self.weights:
             rows.append(Row("Weights", self.weights))
         return tuple(rows)
+
+    def _nvme_words(self) -> str:
+        moved = f"{format_bytes(self.nvme_read_bytes)} read, {format_bytes(self.nvme_write_bytes)} written"
+        if not self.nvme_bytes_per_second:
+            return moved
+        predicted = self.nvme_predicted_bytes_per_second
+        beside = f" (of {format_bytes(predicted)}/s at the rates measured before)" if predicted else ""
+        return f"{moved}, {format_bytes(self.nvme_bytes_per_second)}/s over the steps{beside}"
 
     def _loss_rows(self) -> tuple[Row, ...]:
         if not self.steps_in_this_process:

@@ -142,7 +142,7 @@ def test_faults_of_the_system(engine: Engine, file: DirectFile, path: str, op: O
     """C11: a device that is always full, and memory that is not there, fail for real, with the path."""
     if not Path(path).exists():
         pytest.skip(f"no {path} here")
-    failing = DirectFile(Path(path), os.open(path, os.O_RDWR), direct=False, in_memory=True)
+    failing = DirectFile(Path(path), os.open(path, os.O_RDWR), direct=False, in_memory=True, device=0)
     memory = Memory(2 * PAGE)
     error = error_of(engine, memory.read(failing, PAGE) if op is Op.READ else memory.write(failing, PAGE))
     assert error is not None

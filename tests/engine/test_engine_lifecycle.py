@@ -19,7 +19,7 @@ from kit import BULK, TINY_GPT, Kit, TinyGpt, open_engine, require_same, setting
 from torch import nn
 
 import infinity.engine.build as build
-import infinity.engine.reserve as reserve
+import infinity.engine.directories as directories
 from infinity.aio.engine import Engine as IoEngine
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op, Request
@@ -82,13 +82,13 @@ class Switch:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
     """Let the engines that follow do their I/O through a FaultyEngine with the given fault."""
-    real = reserve.open_engine
+    real = directories.open_engine
 
     def install(fault: Fault) -> None:
         def open_faulty(*args: Any, **kwargs: Any) -> IoEngine:
             return FaultyEngine(real(*args, **kwargs), [fault])
 
-        monkeypatch.setattr(reserve, "open_engine", open_faulty)
+        monkeypatch.setattr(directories, "open_engine", open_faulty)
 
     return install
 

@@ -32,7 +32,7 @@ from kit import (
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op
 from infinity.config import Config
-from infinity.engine import Engine, reserve
+from infinity.engine import Engine, directories
 from infinity.engine.engine import EngineState
 from infinity.errors import OverBudget, StorageError
 from infinity.placement import Owner, Placement
@@ -297,9 +297,9 @@ def test_a_disk_error_of_a_sum_is_raised_and_everything_is_given_back(
 ) -> None:
     """The sum is lost, so the step is: a StorageError leaves the engine FAILED, and close leaves neither file nor memory."""
     num_bytes = 4 * WIDTH * WIDTH  # nothing else is as large: tiles are smaller, finished gradients half of it
-    real = reserve.open_engine
+    real = directories.open_engine
     fault = Fault(FaultKind.ERROR, lambda request: request.op is op and request.length == num_bytes)
-    monkeypatch.setattr(reserve, "open_engine", lambda *args, **kwargs: FaultyEngine(real(*args, **kwargs), [fault]))
+    monkeypatch.setattr(directories, "open_engine", lambda *args, **kwargs: FaultyEngine(real(*args, **kwargs), [fault]))
     config = horizontal(nvme, optim="nvme", params="nvme", check=False)
     with open_engine(WIDE_BULK.build(), config, placement=all_spilled(config)) as engine:
         with pytest.raises(StorageError, match="Input/output error"):

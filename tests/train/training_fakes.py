@@ -57,6 +57,8 @@ class Remembering:
 class FakePlan:
     """A plan that says only that it is none."""
 
+    nvme_bytes_per_second = None
+
     def to_json(self) -> dict[str, object]:
         return {"fake": True}
 
