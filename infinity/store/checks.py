@@ -71,7 +71,7 @@ def file_system_of(path: Path) -> str:
 
 
 def device_of(path: Path) -> str:
-    """Return what an absolute path's file system is mounted from, such as "/dev/nvme0n1p1", else the number of its device."""
+    """Return what the file system of an absolute path is mounted from, such as "/dev/nvme0n1p1", or its device's number."""
     mount = mount_of(path, read_mounts(_MOUNT_TABLE))
     if mount and "/" in mount.source:
         return mount.source

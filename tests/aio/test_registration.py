@@ -183,7 +183,8 @@ def test_after_the_close(file: DirectFile) -> None:
 
 def test_more_files_than_the_table_holds(ring: Engine, tmp_path: Path) -> None:
     """Files beyond the table are plain, with one note, and every file gets its own bytes; places are used again."""
-    files = [DirectFile(tmp_path / str(i), os.open(tmp_path / str(i), os.O_RDWR | os.O_CREAT), direct=False, in_memory=True, device=0)
+    flags = os.O_RDWR | os.O_CREAT
+    files = [DirectFile(tmp_path / str(i), os.open(tmp_path / str(i), flags), direct=False, in_memory=True, device=0)
              for i in range(70)]  # fmt: skip
     ring.register(files=files)
     assert not ring.facts.registered_files
