@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import time
+import threading
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
-from infinity.aio.engine import Engine
-from infinity.aio.files import DirectFile, open_direct
-from infinity.aio.request import Op, Request
-from infinity.aio.select import open_engine
-from infinity.handles import Handle
+from infinity.bench.nvme_bed import open_for, open_targets
+from infinity.bench.nvme_jobs import Job, NvmeSettings, Traffic
+from infinity.bench.nvme_measure import Timing, run_steadily
+from infinity.bench.nvme_places import check_places
 
 BLOCK_BYTES = 1 << 20
 QUEUE_DEPTH = 32
-BUFFER_BYTES = 256 << 20
+TIMING = Timing(warm_up_seconds=0.0, window_seconds=2.0, num_windows=1, latency_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -46,44 +43,21 @@ class DiskRates:
 
 
 def measure_rates(directory: Path, file_bytes: int = 4 << 30, engine_kind: str = "auto") -> DiskRates:
-    """Write and then read one file of `file_bytes` in `directory`, both through the engine that training uses."""
-    path = directory / f"rates-{time.monotonic_ns()}.bin"
-    engine = open_engine(engine_kind, queue_depth=QUEUE_DEPTH, block_bytes=BLOCK_BYTES)
-    memory = mmap.mmap(-1, BUFFER_BYTES)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.random_(0, 256)
-    try:
-        file = open_direct(path, create=True)
-        try:
-            run_pass(engine, file, Op.WRITE, buffer, file_bytes)  # the first write of a file also allocates it
-            write_rate = file_bytes / run_pass(engine, file, Op.WRITE, buffer, file_bytes)
-            read_rate = file_bytes / run_pass(engine, file, Op.READ, buffer, file_bytes)
-            return DiskRates(engine.name, file.direct, file_bytes, read_rate, write_rate)
-        finally:
-            file.close()
-    finally:
-        engine.close()
-        path.unlink(missing_ok=True)
+    """Write and read a file of `file_bytes` in `directory` for a time each, with the engine that training uses.
 
-
-def run_pass(engine: Engine, file: DirectFile, op: Op, buffer: torch.Tensor, file_bytes: int) -> float:
-    """Move the whole file once, two buffers' worth of requests in flight, and return the seconds it took."""
-    half_bytes = buffer.numel() // 2
-    begin = time.perf_counter()
-    pending: list[list[Handle[None]]] = []
-    for index, offset in enumerate(range(0, file_bytes, half_bytes)):
-        address = buffer.data_ptr() + (index % 2) * half_bytes
-        length = min(half_bytes, file_bytes - offset)
-        if len(pending) == 2:
-            for handle in pending.pop(0):
-                handle.wait()
-        pending.append(engine.submit([Request(op, file, offset, address, length, buffer)]))
-    for handles in pending:
-        for handle in handles:
-            handle.wait()
-    if op is Op.WRITE:
-        file.sync()
-    return time.perf_counter() - begin
+    The time of writing includes that of the fsync after it.
+    """
+    read, write = (Job(traffic, BLOCK_BYTES, QUEUE_DEPTH) for traffic in (Traffic.READ, Traffic.WRITE))
+    settings = NvmeSettings((directory,), size_bytes=file_bytes, engine=engine_kind)
+    with ExitStack() as resources:
+        places = check_places(settings, (read, write), resources)
+        targets, _ = open_targets(places, (read, write), write_seconds=None, tell=print, resources=resources)
+        rates = []
+        for job in (write, read):
+            with open_for(targets, places.engines[0], job) as (engines, _):
+                run = run_steadily(engines[0], targets[0], job, TIMING, threading.Event())
+            rates.append(run.num_bytes / (run.seconds + (run.fsync_seconds or 0.0)))
+        return DiskRates(places.engines[0], places.direct, file_bytes, rates[1], rates[0])
 
 
 def main() -> None:

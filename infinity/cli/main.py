@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from infinity import __version__
+from infinity.cli.bench import app as bench
 from infinity.cli.clean import clean
 from infinity.cli.doctor import doctor
 from infinity.cli.train import train
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command(name="train")(train)
 app.command(name="clean")(clean)
 app.command(name="doctor")(doctor)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

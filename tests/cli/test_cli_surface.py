@@ -26,6 +26,10 @@ TRAIN_OPTIONS = {
     "--grad-clip", "--precision", "--seed", "--cpu-memory", "--gpu-memory", "--offload-optimizer", "--offload-params",
     "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights",
 }  # fmt: skip
+BENCH_NVME_OPTIONS = {
+    "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune", "--against",
+    "--json", "--plot",
+}  # fmt: skip
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -41,15 +45,15 @@ def test_the_options_are_the_promised_ones() -> None:
     assert shown_options("train") == TRAIN_OPTIONS
     assert shown_options("clean") == {"--list", "--checkpoints"}
     assert shown_options("doctor") == {"--nvme", "--json"}
+    assert shown_options("bench", "nvme") == BENCH_NVME_OPTIONS
     assert shown_options() == {"--version"}
 
 
 def test_the_readme_explains_every_option() -> None:
     """Every option of the commands is in README.md."""
     readme = (ROOT / "README.md").read_text()
-    missing = [
-        option for option in TRAIN_OPTIONS | {"--list", "--checkpoints", "--json"} if not re.search(rf"{option}\b", readme)
-    ]
+    promised = TRAIN_OPTIONS | BENCH_NVME_OPTIONS | {"--list", "--checkpoints", "--json"}
+    missing = [option for option in promised if not re.search(rf"{option}\b", readme)]
     assert missing == []
 
 

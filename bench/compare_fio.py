@@ -1,0 +1,153 @@
+"""fio and infinity.aio in turn on one file: bandwidth, 4 KiB operations, CPU time; and the overhead of Python.
+
+fio runs with the fastest of its engines (io_uring with and without registered buffers and files, libaio), which is chosen
+for each job first. A run of either side counts from its first submission to its last completion; what is written is synced after
+it, apart. CPU time is that of the whole process; for fio without what starting and ending cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from claims import Claim, as_json, claims_table
+from pairs import Measurement, Pairs, measure_until_decided, pairs_table
+from provenance import ROOT, describe_directory, output_of, write_results
+
+from infinity.aio.engine import Engine, MemoryRange
+from infinity.aio.request import Op, Request
+from infinity.aio.select import open_engine
+from infinity.bench.fio import LIBAIO, URING, URING_PLAIN, Fio, FioEngine, find_fio
+from infinity.bench.nvme_bed import open_targets
+from infinity.bench.nvme_jobs import Job, NvmeSettings, Traffic, batches_of
+from infinity.bench.nvme_measure import Timing, process_cpu_seconds, run_steadily
+from infinity.bench.nvme_places import check_places
+from infinity.bench.nvme_stream import Target
+
+MIB = 1 << 20
+LARGE_JOBS = tuple(Job(traffic, *shape) for shape in ((MIB, 32), (4 * MIB, 16)) for traffic in Traffic)
+SMALL_JOB = Job(Traffic.READ, 4096, 64)
+LEAST_LARGE, LEAST_SMALL, MOST_CPU, MOST_OVERHEAD_US = 0.97, 0.85, 1.2, 20.0
+FIO_ENGINES = (URING, URING_PLAIN, LIBAIO)
+NUM_OVERHEAD_REQUESTS = 20_000
+
+
+def run_fio(fio: Fio, target: Target, job: Job, engine: FioEngine, seconds: float, start_up: float) -> Measurement:
+    """Run a job with fio, then sync what it wrote."""
+    run = fio.run(job, engine, seconds, with_latency=False)
+    target.file.sync()
+    return Measurement(run.bytes_per_second, run.cpu_seconds_per_gb(start_up))
+
+
+def run_ours(engine: Engine, target: Target, job: Job, seconds: float) -> Measurement:
+    """Run the same job with one of our engines."""
+    before = process_cpu_seconds()
+    run = run_steadily(engine, target, job, Timing(0.0, seconds, 1, 0.0), threading.Event())
+    cpu_seconds = process_cpu_seconds() - before
+    return Measurement(run.bytes_per_second, cpu_seconds / (run.num_bytes / 1e9))
+
+
+def best_engine(fio: Fio, job: Job, seconds: float) -> FioEngine:
+    """Return the engine of fio that is fastest for a job."""
+    return max(FIO_ENGINES, key=lambda engine: fio.run(job, engine, seconds, with_latency=False).bytes_per_second)
+
+
+def overhead_us(engine: Engine, target: Target, batch: int) -> tuple[float, float]:
+    """Return what submitting and waiting for one request without bytes costs: CPU time of this thread, and time, in us.
+
+    Such a request takes the whole way through the engine but for the system call on the file, so nearly all of the CPU time of
+    the calling thread is Python, the binding, and handing the request to the engine's thread and taking its end.
+    """
+    requests = [Request(Op.READ, target.file, 0, target.memory.address, 0, target.memory)] * batch
+    cpu, begin = time.thread_time(), time.perf_counter()
+    for _ in range(NUM_OVERHEAD_REQUESTS // batch):
+        for handle in engine.submit(requests):
+            handle.wait()
+    count = NUM_OVERHEAD_REQUESTS // batch * batch
+    return (time.thread_time() - cpu) / count * 1e6, (time.perf_counter() - begin) / count * 1e6
+
+
+def pair_jobs(fio: Fio, target: Target, seconds: float, resources: ExitStack) -> tuple[list[Pairs], dict[str, str]]:
+    """Return the jobs with their two sides, and the engine of fio for each."""
+    jobs, chosen = [], {}
+    for job in (*LARGE_JOBS, SMALL_JOB):
+        theirs = best_engine(fio, job, seconds)
+        chosen[str(job)] = " ".join((theirs.name, *theirs.options))
+        start_up = median(fio.start_up_cpu_seconds(job, theirs) for _ in range(3))
+        engine = open_engine("auto", queue_depth=job.queue_depth, block_bytes=job.block_bytes)
+        resources.callback(engine.close)
+        engine.register(files=[target.file], memory=[MemoryRange(target.memory.address, batches_of(job).num_bytes)])
+        jobs.append(
+            Pairs(
+                what=str(job),
+                target=LEAST_SMALL if job is SMALL_JOB else LEAST_LARGE,
+                run_ours=lambda job=job, engine=engine: run_ours(engine, target, job, seconds),
+                run_theirs=lambda job=job, e=theirs, s=start_up: run_fio(fio, target, job, e, seconds, s),
+            )
+        )
+    return jobs, chosen
+
+
+def claims_of(jobs: list[Pairs], overhead: dict[str, float]) -> list[Claim]:
+    """Return what is promised beyond the rates."""
+    cpu = [
+        Claim(f"CPU s per GB, {job.what}, to fio's", median(job.cpu_ratios), MOST_CPU, "ratio")
+        for job in jobs
+        if job.target == LEAST_LARGE
+    ]
+    one = Claim("Python's overhead of one request (CPU of the caller)", overhead["one_cpu_us"], MOST_OVERHEAD_US, "us")
+    return [*cpu, one]
+
+
+def main() -> int:
+    """Measure, write the results and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nvme", type=Path, default=ROOT / "scratch", help="directory on the disk to measure")
+    parser.add_argument("--gigabytes", type=int, default=4, help="GiB of the file")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
+    parser.add_argument("--pairs", type=int, default=9, help="of each job, at least")
+    parser.add_argument("--minutes", type=float, default=5.0, help="when no further pairs begin")
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
+    arguments.nvme.mkdir(parents=True, exist_ok=True)
+    every = (*LARGE_JOBS, SMALL_JOB)
+    settings = NvmeSettings((arguments.nvme,), size_bytes=arguments.gigabytes << 30)
+    with ExitStack() as resources:
+        places = check_places(settings, every, resources)
+        (target,), _ = open_targets(places, every, write_seconds=None, tell=print, resources=resources)
+        fio = Fio(find_fio(), target.file.path, target.file_bytes)
+        jobs, chosen = pair_jobs(fio, target, arguments.seconds, resources)
+        measure_until_decided(jobs, arguments.pairs, lambda: end - time.monotonic())
+        engine = open_engine("auto")
+        resources.callback(engine.close)
+        cpu_one, time_one = overhead_us(engine, target, 1)
+        cpu_many, time_many = overhead_us(engine, target, 64)
+        facts = engine.name, places.direct
+    overhead = {"one_cpu_us": cpu_one, "one_us": time_one, "of_64_cpu_us": cpu_many, "of_64_us": time_many}
+    claims = claims_of(jobs, overhead)
+    results: dict[str, Any] = {
+        "disk": describe_directory(arguments.nvme), "fio": output_of("fio", "--version"), "engine": facts[0],
+        "direct": facts[1], "fio_engines": chosen, "jobs": [job.as_json() for job in jobs], "overhead": overhead,
+        "claims": as_json(claims),
+    }  # fmt: skip
+    small = jobs[-1]
+    said = [
+        pairs_table(jobs, "infinity", "fio"),
+        f"4 KiB reads: {median(m.bytes_per_second for m in small.ours) / 4096:.0f} operations a second, fio "
+        f"{median(m.bytes_per_second for m in small.theirs) / 4096:.0f}.",
+        claims_table(claims),
+        f"One request at a time takes {time_one:.1f} us from submission to the end of waiting, {cpu_one:.1f} of them CPU time of "
+        f"the caller; in batches of 64 one costs {time_many:.1f} us, {cpu_many:.1f} of them CPU time.",
+    ]
+    write_results("compare_fio", results, "infinity.aio and fio on the same file", "\n\n".join(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
