@@ -1,7 +1,7 @@
-"""DeepSpeed's async_io (what its ds_io measures) and infinity.aio in turn: one file, moved whole, with each side's best settings.
+"""DeepSpeed's async_io (what its ds_io measures) and infinity.aio in turn: one file moved whole, each side at its best.
 
-Both sides get the same file, which was written once, O_DIRECT and one buffer as long as it. What is written is synced after each
-run, apart. DeepSpeed lives in a virtual environment that this script makes; where it cannot, a sentence says why.
+Both sides get the same file, which was written once, O_DIRECT and one buffer as long as it. What is written is synced after
+each run, apart. DeepSpeed lives in a virtual environment that this script makes; where it cannot, a sentence says why.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def main() -> int:
     results = {"disk": describe_directory(arguments.nvme), "settings": settings, "jobs": [job.as_json() for job in jobs]}
     table = pairs_table(jobs, "infinity", "DeepSpeed")
     said = "\n".join(
-        f"{what}: infinity block {best['ours'][0]}, depth {best['ours'][1]}; DeepSpeed block_size, queue_depth, single_submit, "
-        f"overlap_events, intra_op_parallelism {', '.join(map(str, best['theirs']))}."
+        f"{what}: infinity block {best['ours'][0]}, depth {best['ours'][1]}; DeepSpeed block_size, queue_depth, "
+        f"single_submit, overlap_events, intra_op_parallelism {', '.join(map(str, best['theirs']))}."
         for what, best in settings.items()
     )
     title = f"infinity.aio and the async_io of {DEEPSPEED}, one file moved whole"

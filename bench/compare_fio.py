@@ -1,8 +1,8 @@
 """fio and infinity.aio in turn on one file: bandwidth, 4 KiB operations, CPU time; and the overhead of Python.
 
 fio runs with the fastest of its engines (io_uring with and without registered buffers and files, libaio), which is chosen
-for each job first. A run of either side counts from its first submission to its last completion; what is written is synced after
-it, apart. CPU time is that of the whole process; for fio without what starting and ending cost.
+for each job first. A run of either side counts from its first submission to its last completion; what is written is synced
+after it, apart. CPU time is that of the whole process; for fio without what starting and ending cost.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def best_engine(fio: Fio, job: Job, seconds: float) -> FioEngine:
 def overhead_us(engine: Engine, target: Target, batch: int) -> tuple[float, float]:
     """Return what submitting and waiting for one request without bytes costs: CPU time of this thread, and time, in us.
 
-    Such a request takes the whole way through the engine but for the system call on the file, so nearly all of the CPU time of
-    the calling thread is Python, the binding, and handing the request to the engine's thread and taking its end.
+    Such a request takes the whole way through the engine but for the system call on the file, so nearly all of the CPU time
+    of the calling thread is Python, the binding, and handing the request to the engine's thread and taking its end.
     """
     requests = [Request(Op.READ, target.file, 0, target.memory.address, 0, target.memory)] * batch
     cpu, begin = time.thread_time(), time.perf_counter()
@@ -142,8 +142,8 @@ def main() -> int:
         f"4 KiB reads: {median(m.bytes_per_second for m in small.ours) / 4096:.0f} operations a second, fio "
         f"{median(m.bytes_per_second for m in small.theirs) / 4096:.0f}.",
         claims_table(claims),
-        f"One request at a time takes {time_one:.1f} us from submission to the end of waiting, {cpu_one:.1f} of them CPU time of "
-        f"the caller; in batches of 64 one costs {time_many:.1f} us, {cpu_many:.1f} of them CPU time.",
+        f"One request at a time takes {time_one:.1f} us from submission to the end of waiting, {cpu_one:.1f} of them CPU "
+        f"time of the caller; in batches of 64 one costs {time_many:.1f} us, {cpu_many:.1f} of them CPU time.",
     ]
     write_results("compare_fio", results, "infinity.aio and fio on the same file", "\n\n".join(said))
     return 0

@@ -100,5 +100,15 @@ def pairs_table(jobs: list[Pairs], ours: str, theirs: str) -> str:
             f"{median(job.ratios):.3f}", f"{low:.3f}-{high:.3f}", str(len(job.ratios)),
             f"{min(control):.3f}-{max(control):.3f}" if control else "", f"{job.target}", job.verdict,
         ])  # fmt: skip
-    header = ["job", f"{ours}, GB/s", f"{theirs}, GB/s", "ratio", "95 %", "pairs", f"{theirs} against itself", "at least", ""]
+    header = [
+        "job",
+        f"{ours}, GB/s",
+        f"{theirs}, GB/s",
+        "ratio",
+        "95 %",
+        "pairs",
+        f"{theirs} against itself",
+        "at least",
+        "",
+    ]
     return markdown_table(header, rows)

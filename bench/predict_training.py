@@ -1,7 +1,7 @@
 """Does the disk give to training what the benchmark says it gives? A job that the disk bounds, beside `bench nvme`.
 
-The job is that of compare_deepspeed.py with all its state on NVMe. From the bytes of a step and the benchmark's rates (read, and
-reads and writes mixed, 1 MiB blocks, depth 32) follows the time that the disk needs for a step: optimizer state is read and
+The job is that of compare_deepspeed.py with all its state on NVMe. From the bytes of a step and the benchmark's rates (read,
+and mixed, 1 MiB blocks, depth 32) follows the time that the disk needs for a step: optimizer state is read and
 written at the same time, weights are only read. The benchmark runs before and after training, for a shared disk drifts.
 """
 
@@ -68,11 +68,11 @@ def main() -> int:
         report = run_worker([*command, "--cpu-memory", "1GiB", "--device", "nvme"], environment)
         after = measured_rates(Path(directory), arguments.seconds)
     rates = {op: mean((before[op], after[op])) for op in before}
-    reads, writes, seconds = (
-        median(report[key][WARM_UP_STEPS:]) for key in ("read_bytes", "write_bytes", "step_seconds")
-    )
+    reads, writes, seconds = (median(report[key][WARM_UP_STEPS:]) for key in ("read_bytes", "write_bytes", "step_seconds"))
     predicted = predicted_seconds(rates, reads, writes)
-    claims = [Claim("step time against the benchmark's rates, difference", abs(seconds / predicted - 1), MOST_DIFFERENCE, "ratio")]
+    claims = [
+        Claim("step time against the benchmark's rates, difference", abs(seconds / predicted - 1), MOST_DIFFERENCE, "ratio")
+    ]
     results = {
         "disk": describe_directory(arguments.nvme), "rates_before": before, "rates_after": after, "read_bytes": reads,
         "write_bytes": writes, "step_seconds": seconds, "predicted_seconds": predicted, "claims": as_json(claims),

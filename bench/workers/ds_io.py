@@ -1,4 +1,4 @@
-"""Serve DeepSpeed's async_io on standard input: one JSON line asks for one transfer of a file, one answers with its seconds."""
+"""Serve DeepSpeed's async_io on standard input: a JSON line asks for a transfer of a file, one answers with the time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a measurement stands on: a run directory of its own, a file in it that was written once, buffers, an engine.
 
-The file is made as training makes its swap files, in a directory that the next run or `infinity clean` recognises and removes
-should this process be killed. No other file is written to.
+The file is made as training makes its swap files, in a directory that the next run or `infinity clean` recognises and
+removes should this process be killed. No other file is written to.
 """
 
 from __future__ import annotations
@@ -99,8 +99,11 @@ def open_for(targets: Sequence[Target], kind: str, job: Job) -> Iterator[tuple[l
             engine.register(files=[target.file], memory=[used])
             engines.append(engine)
         every = [engine.facts for engine in engines]
-        yield engines, EngineFacts(
-            registered_files=all(facts.registered_files for facts in every),
-            registered_buffers=all(facts.registered_buffers for facts in every),
-            notes=tuple(dict.fromkeys(note for facts in every for note in facts.notes)),
+        yield (
+            engines,
+            EngineFacts(
+                registered_files=all(facts.registered_files for facts in every),
+                registered_buffers=all(facts.registered_buffers for facts in every),
+                notes=tuple(dict.fromkeys(note for facts in every for note in facts.notes)),
+            ),
         )

@@ -99,9 +99,13 @@ def jobs_of(settings: NvmeSettings) -> tuple[Job, ...]:
             raise ConfigError(f"--queue-depth: {depth} is not in 1 to {_MAX_QUEUE_DEPTH}.", remedy="Give for example 32.")
     for option, value, least in (("--seconds", settings.seconds, 0.05), ("--long-run", settings.long_run_seconds, 0.0)):
         if not least <= value < float("inf"):
-            raise ConfigError(f"{option}: {value} is not a number of seconds from {least:g} on.", remedy="Give for example 2.")
+            raise ConfigError(
+                f"{option}: {value} is not a number of seconds from {least:g} on.", remedy="Give for example 2."
+            )
     if settings.size_bytes is not None and settings.size_bytes % PAGE_BYTES:
-        raise ConfigError(f"--size: {settings.size_bytes} is not a multiple of {PAGE_BYTES}.", remedy="Give for example 4GiB.")
+        raise ConfigError(
+            f"--size: {settings.size_bytes} is not a multiple of {PAGE_BYTES}.", remedy="Give for example 4GiB."
+        )
     cells = product(settings.traffics, dict.fromkeys(settings.block_bytes), dict.fromkeys(settings.queue_depths))
     return tuple(Job(*cell) for cell in cells)
 

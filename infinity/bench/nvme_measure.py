@@ -11,7 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -82,7 +82,7 @@ def measure(pairs: Sequence[tuple[Engine, Target]], job: Job, timing: Timing) ->
 
 
 def run_steadily(engine: Engine, target: Target, job: Job, timing: Timing, stop: threading.Event) -> Run:
-    """Run a job without a pause through warm-up and windows, then fsync. `stop` ends it early; its result is then of no use."""
+    """Run a job without a pause through warm-up and windows, then fsync. `stop` ends it early, and its result is void."""
     stream = Stream(engine, job, target)
     begin = time.perf_counter()
     stream.start()
@@ -135,9 +135,7 @@ def latencies(engine: Engine, target: Target, job: Job, seconds: float, stop: th
     return found
 
 
-def side_by_side(
-    pairs: Sequence[tuple[Engine, Target]], work: Callable[[Engine, Target, threading.Event], T]
-) -> list[T]:
+def side_by_side(pairs: Sequence[tuple[Engine, Target]], work: Callable[[Engine, Target, threading.Event], T]) -> list[T]:
     """Do some work on every target at once; when one fails, or this thread is interrupted, the others end early."""
     stop = threading.Event()
     if len(pairs) == 1:
@@ -145,10 +143,10 @@ def side_by_side(
     with ThreadPoolExecutor(len(pairs)) as threads:
         futures = [threads.submit(work, engine, target, stop) for engine, target in pairs]
         try:
-            return [future.result() for future in futures]
-        except BaseException:
-            stop.set()
-            raise
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()  # of no effect on those that are done
+        return [future.result() for future in futures]
 
 
 def process_cpu_seconds() -> float:

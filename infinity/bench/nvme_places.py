@@ -40,7 +40,8 @@ def check_places(settings: NvmeSettings, jobs: Sequence[Job], resources: ExitSta
     """
     if not settings.directories:
         raise ConfigError("--nvme: no directory is given.", remedy="Give --nvme DIR, a directory on the disk to measure.")
-    facts, notes = [], []
+    facts: list[DirectoryFacts] = []
+    notes: list[str] = []
     for path in settings.directories:
         is_new = not path.exists()
         found = check_directory(path)
@@ -77,10 +78,8 @@ def _probe_engines(wanted: str, facts: Sequence[DirectoryFacts]) -> tuple[tuple[
     return tuple(engines), direct, tuple(notes)
 
 
-def _choose_size(
-    settings: NvmeSettings, needed_bytes: int, facts: Sequence[DirectoryFacts], notes: list[str]
-) -> int:
-    """Return the size of each file. Raises ConfigError when the given one is too small, SwapSpaceError when it has no room."""
+def _choose_size(settings: NvmeSettings, needed_bytes: int, facts: Sequence[DirectoryFacts], notes: list[str]) -> int:
+    """Return the size of each file. Raises ConfigError when a given one is too small, SwapSpaceError without room for it."""
     given = settings.size_bytes
     if given is not None and given < needed_bytes:
         raise ConfigError(

@@ -147,8 +147,8 @@ def cache_notes(rows: Sequence[Row], resident_share: float, num_directories: int
     notes = []
     if resident_share > 0.01:
         notes.append(
-            f"The reads are no measure of the disk: {resident_share:.0%} of the file was in the page cache, because the file "
-            "system refuses O_DIRECT. Give a directory on a local ext4 or XFS file system."
+            f"The reads are no measure of the disk: {resident_share:.0%} of the file was in the page cache, because the "
+            "file system refuses O_DIRECT. Give a directory on a local ext4 or XFS file system."
         )
     fastest = max((row.bytes_per_second for row in rows), default=0.0)
     if fastest > _LINK_BYTES_PER_SECOND * num_directories:
@@ -169,8 +169,8 @@ def slowdown_note(run: LongRun) -> str:
             "cache is full. Expect the second of them in training."
         )
     return (
-        f"Writing stayed at {last / 1e9:.2f} GB/s over {written}. A disk slows down when its write cache is full, which may take "
-        "tens of GB: --long-run 300 writes for five minutes."
+        f"Writing stayed at {last / 1e9:.2f} GB/s over {written}. A disk slows down when its write cache is full, which may "
+        "take tens of GB: --long-run 300 writes for five minutes."
     )
 
 

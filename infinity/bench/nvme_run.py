@@ -1,4 +1,4 @@
-"""Runs `bench nvme`: every job on every engine, each directory alone and all together, beside fio where that is asked for."""
+"""Runs `bench nvme`: every job on every engine, each directory alone and all together, beside fio where that is wanted."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program
     """
     with ExitStack() as resources:
         limit = None if places.size_was_given else _WRITE_SECONDS
-        targets, written_bytes = open_targets(
-            places, jobs, write_seconds=limit, tell=observer.phase, resources=resources
-        )
+        targets, written_bytes = open_targets(places, jobs, write_seconds=limit, tell=observer.phase, resources=resources)
         fio = Fio(fio_program, targets[0].file.path, targets[0].file_bytes) if fio_program else None
         bench = NvmeBench(settings, targets, fio, observer)
         bench.written_bytes = written_bytes
@@ -113,7 +111,9 @@ def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program
             for job in jobs:
                 if len(targets) > 1:
                     for facts, target in zip(places.directories, targets, strict=True):
-                        alone.setdefault(str(facts.path), []).append(bench.result(engine, job, [target], f" in {facts.path}"))
+                        alone.setdefault(str(facts.path), []).append(
+                            bench.result(engine, job, [target], f" in {facts.path}")
+                        )
                 results.append(bench.result(engine, job, targets, " in all together" if len(targets) > 1 else ""))
                 against += bench.beside(engine, job)
         long_run = bench.long_run(places.engines[0]) if settings.long_run_seconds and _writes(jobs) else None

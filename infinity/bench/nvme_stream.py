@@ -19,7 +19,7 @@ _DRAWN_AT_ONCE = 4096  # random places
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file that was written once, of which the first `file_bytes` are used, and the memory that is moved to and from it."""
+    """A file that was written once, of which the first `file_bytes` are used, and the memory that is moved to and from."""
 
     file: DirectFile
     file_bytes: int
@@ -65,7 +65,7 @@ class Blocks:
 
 
 class Stream:
-    """Keeps the batches of a job at an engine. Not thread-safe; what is in flight when it fails is the engine's to finish."""
+    """Keeps the batches of a job at an engine. Not thread-safe; what is in flight when it fails, the engine finishes."""
 
     def __init__(self, engine: Engine, job: Job, target: Target) -> None:
         self._engine = engine

@@ -41,6 +41,4 @@ def tune(settings: NvmeSettings, places: Places, end: float, observer: Observer)
         notes = [*places.notes, *bench.notes, *cache_notes(rows, bench.resident_share, len(targets))]
         if tuned.cut_short:
             notes.append("Time ran out before every setting was tried; the best of those that were is given.")
-        return tuned, Report(
-            places, targets[0].file_bytes, tuple(results), (), {}, None, bench.written_bytes, tuple(notes)
-        )
+        return tuned, Report(places, targets[0].file_bytes, tuple(results), (), {}, None, bench.written_bytes, tuple(notes))

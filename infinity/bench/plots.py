@@ -30,7 +30,7 @@ def require_plotting(path: Path) -> None:
 
 
 def plot_nvme(path: Path, rows: Sequence[Row]) -> None:
-    """Write a heat map of block size x queue depth for each engine and kind of traffic, and a chart of the best of each kind.
+    """Write a heat map of block size x queue depth for each engine and kind of traffic, and a chart of the best of each.
 
     `rows` are of infinity's engines and of fio. Call `require_plotting` first.
     """
@@ -45,7 +45,7 @@ def plot_nvme(path: Path, rows: Sequence[Row]) -> None:
 
 
 def heat_map(rows: Sequence[Row]) -> tuple[list[int], list[int], list[list[float]]]:
-    """Return block sizes, queue depths, and the GB/s of each block (outer) and depth (inner); NaN where none was measured."""
+    """Return block sizes, queue depths, and GB/s by block (outer) and depth (inner); NaN where none was measured."""
     blocks, depths = sorted({row.block_bytes for row in rows}), sorted({row.queue_depth for row in rows})
     rates = {(row.block_bytes, row.queue_depth): row.bytes_per_second / 1e9 for row in rows}
     return blocks, depths, [[rates.get((block, depth), float("nan")) for depth in depths] for block in blocks]
@@ -61,7 +61,9 @@ def _draw_heat_map(axis: Any, rows: Sequence[Row], title: str) -> None:
     axis.set_yticks(range(len(blocks)), [format_bytes(block) for block in blocks])
     for row, values in enumerate(rates):
         for column, value in enumerate(values):
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="white", bbox={"color": "black", "alpha": 0.4})
+            axis.text(
+                column, row, f"{value:.2f}", ha="center", va="center", color="white", bbox={"color": "black", "alpha": 0.4}
+            )
 
 
 def _draw_best(axis: Any, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark of the disk looks like: a table that grows on a terminal, plain lines anywhere else, one table at the end."""
+"""What a benchmark of the disk looks like: a table that grows on a terminal, plain lines elsewhere, a table at the end."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _write(report: Report, more: Mapping[str, object], json_: Path | None, plot:
         from infinity.bench.nvme_results import as_json
         from infinity.bench.provenance import provenance
 
-        content = as_json(report, provenance(["infinity", *sys.argv[1:]])) | more
+        content = {**as_json(report, provenance(["infinity", *sys.argv[1:]])), **more}
         json_.write_text(json.dumps(content, indent=2) + "\n")
     if plot is not None:
         from infinity.bench.plots import plot_nvme

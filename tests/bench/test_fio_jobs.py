@@ -90,15 +90,13 @@ def test_without_fio_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_the_real_fio_understands_every_option(tmp_path: Path) -> None:
-    """Each kind of traffic, small and large blocks, with a file that exists: bytes are moved, no other file appears."""
+    """Mixed small blocks and large reads on a file that exists: bytes are moved, no other file appears."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(8 * MIB))
     fio = Fio(find_fio(), path, 8 * MIB)
-    for traffic in Traffic:
-        for block in (4096, MIB):
-            run = fio.run(Job(traffic, block, 4), LIBAIO, 0.05)
-            assert run.num_bytes > 0
-            assert run.latency_max_us >= run.latency_p50_us > 0
-    assert fio.run(JOB, LIBAIO, 0.05, with_latency=False).num_bytes > 0
+    run = fio.run(Job(Traffic.MIXED, 4096, 4), LIBAIO, 0.05)
+    assert run.num_bytes > 0
+    assert run.latency_max_us >= run.latency_p50_us > 0
+    assert fio.run(Job(Traffic.READ, MIB, 4), LIBAIO, 0.05, with_latency=False).num_bytes > 0
     assert fio.start_up_cpu_seconds(JOB, LIBAIO) > 0
     assert list(tmp_path.iterdir()) == [path]

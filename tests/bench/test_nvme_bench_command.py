@@ -59,7 +59,7 @@ def memory_directory() -> Iterator[Path]:
 
 
 def test_results_have_the_promised_keys_and_nothing_is_left(disk: Path, tmp_path: Path) -> None:
-    """Read, write and mixed at one size: one row each with exactly the keys promised, sane values, and an empty directory."""
+    """Read, write and mixed at one size: a row each with exactly the keys promised, sane values, an empty directory."""
     out = tmp_path / "out.json"
     answer = bench("--nvme", disk, *QUICK[:-1], "0.2", "--engine", "threads", "--json", out)
     assert answer.exit_code == 0, answer.output
@@ -190,7 +190,7 @@ def test_refusals_load_no_torch(disk: Path) -> None:
 
 
 def test_a_failing_disk_gives_no_results(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that fails after rows were measured: exit code 5, the file and offset, no table, no JSON, no files (C29, C30)."""
+    """A write that fails after rows were measured: exit code 5, the reason, no table, no JSON, no files (C29, C30)."""
     num_writes = 0
 
     def applies(request: Request) -> bool:

@@ -27,8 +27,8 @@ TRAIN_OPTIONS = {
     "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights",
 }  # fmt: skip
 BENCH_NVME_OPTIONS = {
-    "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune", "--against",
-    "--json", "--plot",
+    "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune",
+    "--against", "--json", "--plot",
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
