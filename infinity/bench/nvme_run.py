@@ -18,6 +18,7 @@ from infinity.bench.page_cache import resident_share
 # A plain run takes less than a minute, so writing the file may take only a part of it.
 _WRITE_SECONDS = 12.0
 _NUM_INTERVALS = 12
+_NUM_FIO_RUNS = 3  # each begins and ends anew, so they are longer than the windows of a steady run
 _WARM_UP_SHARE, _LATENCY_SHARE = 0.1, 0.2
 
 
@@ -66,8 +67,8 @@ class NvmeBench:
         fio_engine = URING if engine == "uring" else LIBAIO
         self._observer.phase(f"fio {fio_engine.name}, {job}")
         start_up = self._fio.start_up_cpu_seconds(job, fio_engine)
-        seconds = self._settings.seconds / NUM_REPETITIONS
-        runs = [self._fio.run(job, fio_engine, seconds) for _ in range(NUM_REPETITIONS)]
+        seconds = self._settings.seconds / _NUM_FIO_RUNS
+        runs = [self._fio.run(job, fio_engine, seconds) for _ in range(_NUM_FIO_RUNS)]
         row = fio_row(job, fio_engine, runs, start_up)
         self._observer.row(row)
         return [row]
@@ -111,9 +112,8 @@ def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program
             for job in jobs:
                 if len(targets) > 1:
                     for facts, target in zip(places.directories, targets, strict=True):
-                        alone.setdefault(str(facts.path), []).append(
-                            bench.result(engine, job, [target], f" in {facts.path}")
-                        )
+                        result = bench.result(engine, job, [target], f" in {facts.path}")
+                        alone.setdefault(str(facts.path), []).append(result)
                 results.append(bench.result(engine, job, targets, " in all together" if len(targets) > 1 else ""))
                 against += bench.beside(engine, job)
         long_run = bench.long_run(places.engines[0]) if settings.long_run_seconds and _writes(jobs) else None

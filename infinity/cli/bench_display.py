@@ -82,7 +82,7 @@ def show_report(report: Report) -> None:
         console.print(Text(f"{facts.path}: {facts.file_system}, {'O_DIRECT' if report.places.direct else 'no O_DIRECT'}"))
     console.print(Text(f"file {format_bytes(report.file_bytes)}, written in all {format_bytes(report.written_bytes)}"))
     for note in report.notes:
-        console.print(Text(note))
+        console.print(Text(note), soft_wrap=True)
 
 
 def show_tuned(section: Mapping[str, object], path: Path) -> None:
