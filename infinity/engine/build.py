@@ -131,6 +131,7 @@ def initialize(
             resolved,
             placed,
             grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(resolved)],
+            spare_memory_bytes=max(0, dict(plan.budgets)[Tier.CPU] - plan.memory_bytes(Tier.CPU)),
             adopted=adopted,
             resources=resources,
         )

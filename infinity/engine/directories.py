@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infinity.aio.devices import open_device_engines
 from infinity.aio.engine import Engine as IoEngine
+from infinity.aio.filesystems import memory_filesystem
 from infinity.aio.rates import DirectoryRate, measure_directories
 from infinity.aio.select import KINDS, open_engine, probe
 from infinity.byte_sizes import format_bytes
@@ -33,10 +34,17 @@ class Directories:
 
 
 def open_directories(
-    config: Config, shards: Shards, *, grad_element_bytes: int, adopted: Adoption | None, resources: ExitStack
+    config: Config,
+    shards: Shards,
+    *,
+    grad_element_bytes: int,
+    spare_memory_bytes: int,
+    adopted: Adoption | None,
+    resources: ExitStack,
 ) -> Directories:
     """Check the directories, open their engine, and where there are several measure them and share out the bytes.
 
+    Those on a file system in RAM take at most `spare_memory_bytes` together: what the plan leaves of the budget.
     Directories that nothing is going to live in are left alone. Raises StorageError, ConfigError, PlatformError.
     """
     if not any(plan_extents(shards, grad_element_bytes=grad_element_bytes).file_bytes):
@@ -59,7 +67,7 @@ def open_directories(
         lines = [_line(DirectoryRate(path, None, 1.0), size) for path, size in zip(paths, adopted.file_bytes, strict=True)]
         return Directories(engine, (), tuple(lines), tuple(notes))
     rates = measure_directories(paths, engine) if len(paths) > 1 else (DirectoryRate(paths[0], None, 1.0),)
-    stripes = stripes_with_room(paths, [rate.weight for rate in rates])
+    stripes = _within_memory(paths, stripes_with_room(paths, [rate.weight for rate in rates]), spare_memory_bytes)
     sizes = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=stripes).file_bytes
     lines = [_line(rate, num_bytes) for rate, num_bytes in zip(rates, sizes, strict=True)]
     return Directories(engine, stripes, tuple(lines), tuple(notes))
@@ -74,6 +82,16 @@ def _open_engine(kind: str, directories: Sequence[Path], config: Config, resourc
     engine = open_device_engines(directories, open_one)
     resources.callback(engine.close)
     return engine
+
+
+def _within_memory(paths: Sequence[Path], stripes: Sequence[Stripe], spare_bytes: int) -> tuple[Stripe, ...]:
+    """A directory in RAM is the fastest of all, and must not take what the budget does not have."""
+    in_memory = [memory_filesystem(path) is not None for path in paths]
+    most = spare_bytes // max(1, sum(in_memory))
+    return tuple(
+        replace(stripe, limit_bytes=min(most, stripe.limit_bytes or 0)) if is_memory else stripe
+        for stripe, is_memory in zip(stripes, in_memory, strict=True)
+    )
 
 
 def _line(measured: DirectoryRate, num_bytes: int) -> DirectoryLine:

@@ -76,6 +76,16 @@ def test_adam_says_which_weight_decay_it_means() -> None:
     assert not l2.notes()
 
 
+def test_a_directory_that_is_given_twice_is_used_once_and_said() -> None:
+    """The very same path twice in infinity.nvme is a note; in infinity.nvme and an nvme_path it is how configurations are."""
+    config = Config.from_any({"infinity": {"nvme": ["/a", "/b", "/a"]}})
+    assert config.nvme_directories == (Path("/a"), Path("/b"))
+    assert "infinity.nvme: /a is given 2 times and used once." in config.notes()
+    paths = {"device": "nvme", "nvme_path": "/a"}
+    usual = {"infinity": {"nvme": "/a"}, "zero_optimization": {"offload_optimizer": paths, "offload_param": paths}}
+    assert Config.from_any(usual).notes() == ()
+
+
 def test_directories_are_collected_once_from_sections_that_use_them() -> None:
     """Directories come from infinity.nvme and from offload sections that may use NVMe; an idle nvme_path is noted."""
     config = Config.from_any(

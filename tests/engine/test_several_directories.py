@@ -119,6 +119,20 @@ def test_a_small_directory_takes_what_fits(nvme: Path, small_disk: Path, monkeyp
     require_same(run, train(BULK, over([nvme]), num_steps=2))
 
 
+def test_a_directory_in_memory_takes_what_the_budget_leaves(
+    nvme: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tmpfs beside a disk is much faster, but it is RAM: what is beyond the budget goes to the disk."""
+    rates_of(monkeypatch, 100e9, 1e9)
+    with open_engine(BULK.build(), over([nvme])) as engine:
+        planned_bytes = sum(line.num_bytes for line in engine.plan.memory)
+    spare_bytes = 300 << 10
+    with open_engine(BULK.build(), over([small_disk, nvme], cpu_memory=planned_bytes + spare_bytes)) as engine:
+        in_memory, on_disk = swap_bytes([small_disk, nvme])
+    assert spare_bytes - (64 << 10) < in_memory <= spare_bytes
+    assert on_disk > in_memory
+
+
 @pytest.mark.parametrize("op", list(Op))
 def test_a_failing_directory_is_named_and_ends_the_run(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, op: Op
