@@ -10,41 +10,43 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 from infinity.checkpoint.directory import alive
 from infinity.checkpoint.failures import storage_errors
 from infinity.checkpoint.manifest import sync_directory
 from infinity.checkpoint.sources import HostData, host_bytes
 from infinity.checkpoint.specs import TensorSpec
-from infinity.checkpoint.stream import open_stream_writer
+from infinity.checkpoint.stream import StreamWriter, open_stream_writer
 from infinity.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OWN = re.compile(r"model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?(?:\.partial-(\d+))?")
 
-# A tensor and its pieces, (first element, elements), which are asked for when its turn comes.
-Export: TypeAlias = tuple[TensorSpec, Iterable[tuple[int, HostData]]]
+# What a loader takes in one file; transformers splits at the same size.
+MAX_SHARD_BYTES = 50 * 10**9
 
 
 def export_safetensors(
     directory: Path,
-    tensors: Iterable[Export],
+    specs: Sequence[TensorSpec],
+    pieces: Iterable[tuple[str, int, HostData]],
     *,
     aliases: Mapping[str, str],
     metadata: Mapping[str, str],
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[Path, ...]:
-    """Write the weights into `directory` and return the files; an earlier export there is replaced.
+    """Write the tensors into `directory` and return the files; an earlier export there is replaced.
 
-    `aliases` maps a tied name to the stored one. Every file is whole and on disk before any gets its name; the file that
-    loaders look for comes last. Memory is one piece. Raises CheckpointError for a missing element or an alias of an unknown
-    tensor, SwapSpaceError, StorageError; after an error before the renames an earlier export is untouched.
+    `pieces` are (tensor name, first element, elements) in any order, every element once. `aliases` maps a tied name to the
+    stored one. Every file is whole and on disk before any gets its name; the one that loaders look for comes last, here and
+    in what is returned. Memory is one piece. Raises CheckpointError for a missing element, an unknown tensor or an alias of
+    one, SwapSpaceError, StorageError; after an error before the renames an earlier export is untouched.
     """
-    shards = _split(tuple(tensors), max_shard_bytes)
-    stored = {spec.name: number for number, shard in enumerate(shards) for spec, _ in shard}
+    shards = _split(specs, max_shard_bytes)
+    stored = {spec.name: number for number, shard in enumerate(shards) for spec in shard}
     for alias, target in aliases.items():
         if target not in stored or alias in stored:
             raise CheckpointError(f"{alias} is tied to {target}: exactly the second must be among the exported tensors.")
@@ -53,11 +55,17 @@ def export_safetensors(
         directory.mkdir(parents=True, exist_ok=True)
     temporary = {name: directory / f"{name}.partial-{os.getpid()}" for name in (*names, INDEX)}
     try:
-        for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
-            own = {alias: target for alias, target in aliases.items() if stored[target] == number}
-            _write_shard(temporary[name], shard, {**metadata, "format": "pt", **own})
+        with ExitStack() as opened:
+            writers = []
+            for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+                own = {alias: target for alias, target in aliases.items() if stored[target] == number}
+                writer = open_stream_writer(temporary[name], shard, {**metadata, "format": "pt", **own})
+                writers.append(opened.enter_context(writer))
+            _write_pieces(pieces, specs, {name: writers[number] for name, number in stored.items()})
+            for writer in writers:
+                writer.finish()
         if len(shards) > 1:
-            total_bytes = sum(spec.num_bytes for shard in shards for spec, _ in shard)
+            total_bytes = sum(spec.num_bytes for spec in specs)
             weight_map = {name: names[number] for name, number in stored.items()}
             _write_index(temporary[INDEX], {"total_size": total_bytes, **metadata, **aliases}, weight_map)
             names.append(INDEX)
@@ -76,26 +84,27 @@ def _name(number: int, num_shards: int) -> str:
     return SINGLE if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _split(tensors: Sequence[Export], max_shard_bytes: int) -> list[list[Export]]:
+def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Fill shards in order; a tensor larger than a shard gets one of its own."""
-    shards: list[list[Export]] = [[]]
+    shards: list[list[TensorSpec]] = [[]]
     used = 0
-    for tensor in tensors:
-        num_bytes = tensor[0].num_bytes
-        if shards[-1] and used + num_bytes > max_shard_bytes:
+    for spec in specs:
+        if shards[-1] and used + spec.num_bytes > max_shard_bytes:
             shards.append([])
             used = 0
-        shards[-1].append(tensor)
-        used += num_bytes
+        shards[-1].append(spec)
+        used += spec.num_bytes
     return shards
 
 
-def _write_shard(path: Path, shard: Sequence[Export], metadata: Mapping[str, str]) -> None:
-    with open_stream_writer(path, [spec for spec, _ in shard], metadata) as writer:
-        for spec, pieces in shard:
-            for first_element, data in pieces:
-                writer.write(spec.name, first_element, host_bytes(spec, data))
-        writer.finish()
+def _write_pieces(
+    pieces: Iterable[tuple[str, int, HostData]], specs: Sequence[TensorSpec], writers: Mapping[str, StreamWriter]
+) -> None:
+    by_name = {spec.name: spec for spec in specs}
+    for name, first_element, data in pieces:
+        if name not in by_name:
+            raise CheckpointError(f"{name} is not among the tensors that are exported.")
+        writers[name].write(name, first_element, host_bytes(by_name[name], data))
 
 
 def _write_index(path: Path, metadata: Mapping[str, str | int], weight_map: Mapping[str, str]) -> None:

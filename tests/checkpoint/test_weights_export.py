@@ -31,21 +31,27 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def pieces_of(tensor: torch.Tensor, piece: int = 5) -> Iterator[tuple[int, torch.Tensor]]:
-    flat = tensor.detach().reshape(-1)
-    for first in range(0, flat.numel(), piece):
-        yield first, flat[first : first + piece]
+def specs_of(module: torch.nn.Module) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in module.named_parameters()
+    ]
+
+
+def pieces_of(module: torch.nn.Module, piece: int = 5) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield pieces of all parameters, the last parameter first: the order is the source's."""
+    for name, tensor in reversed(list(module.named_parameters())):
+        flat = tensor.detach().reshape(-1)
+        for first in range(0, flat.numel(), piece):
+            yield name, first, flat[first : first + piece]
 
 
 def export(directory: Path, module: torch.nn.Module, max_shard_bytes: int = 1 << 30, **aliases: str) -> tuple[Path, ...]:
-    tensors = [
-        (TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), pieces_of(tensor))
-        for name, tensor in module.named_parameters()
-    ]
     given = {name.replace("_", "."): target for name, target in aliases.items()}
     return export_safetensors(
-        directory, tensors, aliases=given, metadata={"infinity_step": "7"}, max_shard_bytes=max_shard_bytes
-    )
+        directory, specs_of(module), pieces_of(module), aliases=given, metadata={"infinity_step": "7"},
+        max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
 
 
 def test_a_tied_model_loads_with_the_library(tmp_path: Path) -> None:
@@ -83,12 +89,9 @@ def test_transformers_loads_single_and_sharded_exports(tmp_path: Path, max_shard
     model: Any = GPT2LMHeadModel(config)
     model.to(torch.bfloat16)
     config.save_pretrained(tmp_path)
-    tensors = [
-        (TensorSpec(name, "bfloat16", tuple(tensor.shape)), pieces_of(tensor, 1000))
-        for name, tensor in model.named_parameters()
-    ]
+    ties = {"lm_head.weight": "transformer.wte.weight"}
     export_safetensors(
-        tmp_path, tensors, aliases={"lm_head.weight": "transformer.wte.weight"}, metadata={}, max_shard_bytes=max_shard_bytes
+        tmp_path, specs_of(model), pieces_of(model, 1000), aliases=ties, metadata={}, max_shard_bytes=max_shard_bytes
     )
     assert (tmp_path / "model.safetensors").exists() == (max_shard_bytes == 1 << 30)
     result: Any = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
@@ -121,7 +124,9 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path: Path) -> None:
     before = (tmp_path / "model.safetensors").read_bytes()
     spec = TensorSpec("w", "float32", (4,))
     with pytest.raises(CheckpointError, match="elements 2 to 4 were never written"):
-        export_safetensors(tmp_path, [(spec, [(0, torch.zeros(2))])], aliases={}, metadata={}, max_shard_bytes=100)
+        export_safetensors(tmp_path, [spec], [("w", 0, torch.zeros(2))], aliases={}, metadata={})
+    with pytest.raises(CheckpointError, match="v is not among the tensors"):
+        export_safetensors(tmp_path, [spec], [("w", 0, torch.zeros(4)), ("v", 0, torch.zeros(2))], aliases={}, metadata={})
     assert names_in(tmp_path) == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
@@ -131,7 +136,5 @@ def test_an_alias_must_name_a_stored_tensor(tmp_path: Path, alias: tuple[str, st
     """A tie to nothing, or of a tensor that is stored itself, is refused before anything is written."""
     spec = TensorSpec("w", "float32", (1,))
     with pytest.raises(CheckpointError, match=f"{alias[0]} is tied to {alias[1]}"):
-        export_safetensors(
-            tmp_path / "new", [(spec, [(0, torch.zeros(1))])], aliases=dict([alias]), metadata={}, max_shard_bytes=100
-        )
+        export_safetensors(tmp_path / "new", [spec], [("w", 0, torch.zeros(1))], aliases=dict([alias]), metadata={})
     assert not (tmp_path / "new").exists()
