@@ -11,6 +11,7 @@ _HOMES = {
     "Config": "infinity.config",
     "ConfigError": "infinity.errors",
     "DataError": "infinity.errors",
+    "Diverged": "infinity.errors",
     "DoesNotFit": "infinity.errors",
     "Engine": "infinity.engine",
     "InfinityError": "infinity.errors",

@@ -15,6 +15,7 @@ InfinityError
 |  |- InputChangedError                a unit changes its inputs in place
 |  `- AbsentParameterError             a parameter is used while its weights are away
 |- DataError                       10  no data, too little data
+|- Diverged                        11  too many steps in a row have gradients that are not finite
 `- IllegalTransition (RuntimeError) 70 a bug in infinity or a misuse of the API
 """
 
@@ -113,6 +114,12 @@ class DataError(InfinityError):
     """The data is missing, empty, or shorter than one sequence."""
 
     exit_code = 10
+
+
+class Diverged(InfinityError):
+    """Too many steps in a row were skipped, for gradients that are not finite; the state is that before them."""
+
+    exit_code = 11
 
 
 class IllegalTransition(InfinityError, RuntimeError):

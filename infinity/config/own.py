@@ -24,6 +24,9 @@ class InfinitySection(Section):
     adam_threads: Count | None = None  # of the optimizer's kernel; None: this rank's share of the cores
     io_policy: Literal["mixed", "burst"] = "mixed"
     grad_dtype: GradDtype | None = None  # None: bf16 in bf16 runs, fp32 in fp32 runs
+    max_skipped_in_a_row: Count = (
+        32  # steps without a finite gradient; a loss scale that is halved from 2^32 is at 1 by then
+    )
     check: bool = False  # compare every rerun's outputs with the first run's, in bits
     recompute: bool = False  # rerun also the units whose weights are resident
     units: Words = ()  # class names or name patterns of the modules that are units; empty: found by structure

@@ -22,7 +22,7 @@ from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
 from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import Adoption, adoption
-from infinity.engine.initial import InitializedValues, Initializer, fill_shard
+from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
@@ -41,8 +41,9 @@ from infinity.engine.reserve import (
     open_kept_weights,
     open_weight_slots,
 )
-from infinity.engine.take_over import move_buffers, refuse_loading, take_over
+from infinity.engine.take_over import free_values, move_buffers, refuse_loading, require_own_weights, take_over
 from infinity.engine.update import Updater
+from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.engine.waiting_sums import WaitingSums
 from infinity.errors import ConfigError, IllegalTransition
@@ -111,13 +112,15 @@ def initialize(
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
     `on_plan` is called with the plan, and what each directory will take, before any of it is reserved.
 
-    Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError; nothing is left behind then.
+    Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError, and IllegalTransition for a model that an engine
+    has or had; nothing is left behind then, and the model is as it was.
     """
     resolved = Config.from_any(config)
     lr_schedule = _lr_schedule(resolved, num_steps)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
+    require_own_weights(model)
     pieces = cut(model, resolved)
     asked = placement or Placement.from_config(resolved)
     adopted = adoption(adopt) if adopt is not None else None
@@ -126,7 +129,7 @@ def initialize(
     if adopted is not None:
         adopted.require_shares([shares_of(unit) for unit in plan.units])
     placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
-    with ExitStack() as resources:
+    with ExitStack() as undo, ExitStack() as resources:
         directories = open_directories(
             resolved,
             placed,
@@ -153,7 +156,7 @@ def initialize(
             base_bytes=base_bytes,
             notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute), *directories.notes),
         )
-        engine = _compose(request, resources)
+        engine = _compose(request, resources, undo)
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
 
 
@@ -176,7 +179,7 @@ class EngineRequest:
     notes: tuple[str, ...]
 
 
-def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
+def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> Engine:
     model, config, pieces, plan, compute = request.model, request.config, request.pieces, request.plan, request.compute
     device, transfers = compute.torch_device, compute.transfers
     if config.infinity.deterministic:
@@ -217,7 +220,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     gradient_slots = open_gradient_slots(plan, ledger, pin, resources)
     register_io_buffers(io_engine, store, stream, slots, gradient_slots, placed, resources)
     if request.adopted is None:
-        _fill(store, pieces, InitializedValues(request.init), slots)
+        _fill(store, pieces, InitialValues(request.init), slots)
     in_host_memory = {
         layout.index: buffer for layout in pieces.layouts if (buffer := store.weights(layout.index)) is not None
     }
@@ -227,8 +230,8 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
         for index, one in residency.items()
         if one is not Residency.ABSENT
     }
-    shards = take_over(pieces, residency, kept, device)
-    move_buffers(model, compute, ledger, resources)
+    shards = take_over(pieces, residency, kept, device, undo)
+    move_buffers(model, compute, ledger, resources, undo)
     resources.callback(refuse_loading(model))
     weights = Weights(
         shards,
@@ -270,12 +273,14 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     updater = Updater(
         shards=shards,
         gradients=gradients,
+        user_writes=UserWrites(shards, store),
         stream=stream,
         weights=weights,
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
         max_norm=config.gradient_clipping,
         grad_dtype=grad_dtype,
+        max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
     )
     persistence = Persistence(
         module=model,
@@ -295,7 +300,7 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
     weights.show_resident()
     weights.expect(order.vertical_sequence(walk.groups))
     recorder.take_counters()  # what initialisation wrote belongs to no step
-    return Engine(
+    engine = Engine(
         EngineParts(
             module=model,
             config=config,
@@ -319,6 +324,9 @@ def _compose(request: EngineRequest, resources: ExitStack) -> Engine:
             resources=_closed_at_exit(resources.pop_all()),
         )
     )
+    undo.pop_all()  # nothing can fail any more: what would put the model back is let go of
+    free_values(shards)
+    return engine
 
 
 def _closed_at_exit(resources: ExitStack) -> ExitStack:
@@ -334,7 +342,7 @@ def _closed_at_exit(resources: ExitStack) -> ExitStack:
     return resources
 
 
-def _fill(store: Store, pieces: CutModel, values: InitializedValues, slots: Sequence[Slot]) -> None:
+def _fill(store: Store, pieces: CutModel, values: InitialValues, slots: Sequence[Slot]) -> None:
     """Write the initial values of every group, with the slots in turn as staging."""
     written: list[Callable[[], None]] = []
     for number, (group, layout) in enumerate(zip(pieces.groups, pieces.layouts, strict=True)):

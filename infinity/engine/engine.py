@@ -17,12 +17,13 @@ from infinity.aio.engine import EngineFacts
 from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed
+from infinity.engine.gate import gated
 from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.optimizer import LrSchedule, Optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.results import StepResult
 from infinity.engine.update import Updater
-from infinity.errors import IllegalTransition, StorageError
+from infinity.errors import ConfigError, Diverged, IllegalTransition, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.placement.plan import Plan
 from infinity.states import Lifecycle
@@ -65,8 +66,8 @@ class EngineParts:
 class Engine:
     """Trains one module. Made by `infinity.initialize`; closed by `close()` or as a context manager.
 
-    One thread. After a ModelError or an exception in the user's own code the step is discarded and the engine goes on; after
-    an error of storage or memory, and any exception while the update begins, it is FAILED and only `close` is legal.
+    One thread. After a ModelError, Diverged or an exception in the user's own code the step is discarded and the engine goes
+    on; after an error of storage or memory, and any other while the update begins, it is FAILED and only `close` is legal.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -75,6 +76,7 @@ class Engine:
         self._num_forwards = 0  # micro-batches begun since the last step
         self._num_backwards = 0  # that began; fewer have ended where one failed
         self._num_backwards_ended = 0
+        self._step_number = 0  # changes with every step that is taken or discarded
         self.global_steps = 0  # steps taken, skipped ones included
         self.skipped_steps = 0
         self.last_grad_norm: float | None = None
@@ -150,9 +152,10 @@ class Engine:
         right where micro-batches differ in size. The order of work is `infinity.schedule` of the configuration.
 
         Raises IllegalTransition in the middle of another step and for what is no list of micro-batches, ModelError for
-        modules that cannot be trained exactly, StorageError, OverBudget.
+        modules that cannot be trained exactly, Diverged after too many skipped steps in a row, ConfigError for a wrong value
+        in `optimizer.param_groups`, StorageError, OverBudget.
         """
-        self._require_between_steps()
+        self._begin_anew("train_batch")
         batches = listed(micro_batches)
         parts = self._parts
         shares = coefficients(weights, len(batches))
@@ -210,7 +213,7 @@ class Engine:
         if not parts.order.known:
             parts.order.learn(micro_batch.visits)
             parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.num_micro_batches))
-        return self._gated(output)
+        return gated(output, self, self._step_number)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step.
@@ -237,6 +240,15 @@ class Engine:
             with self._failing_on_io():
                 self._parts.walk.sums.finish()
                 self._take_step([], [])
+
+    def zero_grad(self) -> None:
+        """Discard the step that was begun: its forward passes, and what their backward passes have summed.
+
+        There is nothing to discard after `step` has taken it. Raises IllegalTransition while the module runs.
+        """
+        self._require_usable()
+        self._require_idle("zero_grad")
+        self._abandon_step()
 
     # State
 
@@ -288,12 +300,7 @@ class Engine:
         Raises CheckpointError and its kinds; then the engine's state is as before, except after an error of reading.
         Raises IllegalTransition in the middle of a step of the familiar loop.
         """
-        self._require_usable()
-        if self._num_forwards:
-            raise IllegalTransition(
-                f"load_checkpoint was called {self._num_forwards} forward passes into a step.",
-                remedy="Finish that step with engine.step() first.",
-            )
+        self._begin_anew("load_checkpoint")
         self.synchronize()
         with self._failing_on_io():
             restored = self._parts.persistence.load(Path(path))
@@ -334,18 +341,13 @@ class Engine:
         self._lifecycle.to(EngineState.FORWARD)
         self._parts.randomness.step = self.global_steps
 
-    def _gated(self, output: Any) -> Any:
-        """Let every differentiable tensor of the output pass a gate that sees backward begin and scales its gradient."""
-        found: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, found.append, output)
-        wanted = [tensor for tensor in found if tensor.requires_grad]
-        if not wanted:
-            return output
-        passed = dict(zip(map(id, wanted), _Gate.apply(self, *wanted), strict=True))  # type: ignore[no-untyped-call]
-        return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), output)
-
-    def backward_begins(self) -> float:
+    def backward_begins(self, step_number: int) -> float:
         """Called by the gate when a backward reaches it; returns what its gradients are multiplied by."""
+        if step_number != self._step_number:
+            raise IllegalTransition(
+                "A loss was backpropagated whose step is over: it was taken, or discarded after an error or by zero_grad.",
+                remedy="Call backward before engine.step(), for the losses of the forward passes since the last one.",
+            )
         self._lifecycle.to(EngineState.BACKWARD)
         self._num_backwards += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
@@ -369,6 +371,9 @@ class Engine:
         try:
             with self._failing_on_io():
                 update = parts.updater.step()
+        except (ConfigError, Diverged):  # before anything was touched
+            self._abandon_step()
+            raise
         except BaseException:
             if self._lifecycle.state not in ENDS:  # an interrupt, too: part of the update is made, or will be
                 self._lifecycle.to(EngineState.FAILED)
@@ -377,7 +382,7 @@ class Engine:
         self.global_steps += 1
         self.skipped_steps += update.skipped
         self.last_grad_norm = update.grad_norm
-        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
+        self._forget_passes()
         self._lifecycle.to(EngineState.READY)
         return StepResult(
             step=self.global_steps,
@@ -387,6 +392,7 @@ class Engine:
             clip_coefficient=update.clip_coefficient,
             lr=update.lr,
             skipped=update.skipped,
+            first_not_finite=update.first_not_finite,
             unit_loads=counters.get("unit_loads", 0),
             nvme_read_bytes=counters.get("nvme_read_bytes", 0),
             nvme_write_bytes=counters.get("nvme_write_bytes", 0),
@@ -395,12 +401,16 @@ class Engine:
 
     def _abandon_step(self) -> None:
         """A forward or backward failed: forget the step; the states are those of the step before."""
-        parts = self._parts
-        parts.walk.sums.discard()
-        parts.updater.discard()
-        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
+        with self._failing_on_io():
+            self._parts.walk.sums.discard()
+            self._parts.updater.discard()
+        self._forget_passes()
         if self._lifecycle.state not in (EngineState.READY, *ENDS):
             self._lifecycle.to(EngineState.READY)
+
+    def _forget_passes(self) -> None:
+        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
+        self._step_number += 1
 
     def _drain(self) -> None:
         self._parts.updater.drain()
@@ -412,35 +422,29 @@ class Engine:
                 f"The engine is {self._lifecycle.state.name}.", remedy="Make a new one and load its last checkpoint."
             )
 
-    def _require_between_steps(self) -> None:
+    def _begin_anew(self, call: str) -> None:
+        """Require that no gradient waits for a step; forward passes that no backward followed are forgotten."""
         self._require_usable()
-        if self._num_forwards:
+        self._require_idle(call)
+        self._forget_failed_backward()
+        if self._num_backwards:
             raise IllegalTransition(
-                f"train_batch was called {self._num_forwards} forward passes into a step of the familiar loop.",
-                remedy="Finish that step with engine.step() first.",
+                f"{call} was called {self._num_backwards} of {self._parts.num_micro_batches} backward passes into a step.",
+                remedy="Finish that step with engine.step() after the last of them, or discard it with engine.zero_grad().",
             )
-        if self._lifecycle.state is not EngineState.READY:
+        if self._num_forwards:
+            self._abandon_step()
+
+    def _require_idle(self, call: str) -> None:
+        is_in_train_batch = self._lifecycle.state is not EngineState.READY and not self._num_forwards
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_train_batch or is_in_backward or self._parts.walk.micro_batch is not None:
             raise IllegalTransition(
-                "train_batch was called while the engine's own module runs.", remedy="Call it when the step before is done."
+                f"{call} was called while the engine's own module runs.", remedy="Call it when the step before is done."
             )
 
     def _failing_on_io(self) -> FailsOnIo:
         return FailsOnIo(self._lifecycle)
-
-
-class _Gate(torch.autograd.Function):
-    """Identity in forward; in backward it tells the engine and scales the gradient to the mean over micro-batches."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.engine = engine
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        factor = ctx.engine.backward_begins()
-        return None, *(None if gradient is None else gradient * factor for gradient in gradients)
 
 
 def _on_device(values: Any, device: torch.device) -> Any:

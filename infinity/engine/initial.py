@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,29 +22,17 @@ _CHUNK_ELEMENTS = 1 << 16  # splitting a master makes some seven arrays of four 
 Initializer = Callable[[nn.Module, str], None]
 
 
-class Values(Protocol):
-    """Gives the initial value of a parameter as a tensor in host memory of any floating-point dtype."""
-
-    def value(self, use: ParameterUse) -> torch.Tensor: ...
-
-
-class PresentValues:
-    """The values that the model holds."""
-
-    def value(self, use: ParameterUse) -> torch.Tensor:
-        return use.parameter.detach().cpu()
-
-
-class InitializedValues:
-    """The values that an initializer gives a parameter that is on the meta device, made one module at a time."""
+class InitialValues:
+    """The values that a model holds, and those that an initializer gives its parameters on the meta device."""
 
     def __init__(self, initializer: Initializer | None) -> None:
         self._initializer = initializer
 
     def value(self, use: ParameterUse) -> torch.Tensor:
-        """Materialise the parameter's own module alone, in fp32, and initialise it.
+        """Return the parameter's value in host memory, of any floating-point dtype.
 
-        Raises ModelError where nothing says how to initialise it.
+        On the meta device, its own module alone is materialised, in fp32, and initialised. Raises ModelError where nothing
+        says how.
         """
         if not use.parameter.is_meta:
             return use.parameter.detach().cpu()
@@ -78,7 +65,9 @@ class InitializedValues:
         reset()
 
 
-def fill_shard(store: Store, group: ParameterGroup, layout: ShardLayout, values: Values, staging: Buffer) -> Handle[None]:
+def fill_shard(
+    store: Store, group: ParameterGroup, layout: ShardLayout, values: InitialValues, staging: Buffer
+) -> Handle[None]:
     """Write a group's initial weights and optimizer state. `staging` has room for the shard's weights.
 
     The handle is done when `staging` may be used again.

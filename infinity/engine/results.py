@@ -13,6 +13,7 @@ class UpdateResult:
     clip_coefficient: float  # gradients were multiplied by it
     lr: float
     skipped: bool  # a gradient was not finite: no state was touched
+    first_not_finite: str | None = None  # the parameter where backward met that first
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class StepResult:
     clip_coefficient: float
     lr: float
     skipped: bool
+    first_not_finite: str | None  # of a skipped step: the parameter where backward met a gradient that is not finite first
     unit_loads: int
     nvme_read_bytes: int
     nvme_write_bytes: int

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from infinity.engine.cut import CutModel
-from infinity.errors import IllegalTransition
+from infinity.errors import IllegalTransition, ModelError
 from infinity.memory.device import ComputeDevice
 from infinity.memory.ledger import Ledger
 from infinity.placement import Owner
@@ -20,38 +21,66 @@ from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
 from infinity.zero.units import ParameterGroup
 from infinity.zero.weights import Slot
 
+# Every module whose weights an engine has, or had: they go with it.
+_TAKEN: WeakSet[nn.Module] = WeakSet()
+
+
+def require_own_weights(model: nn.Module) -> None:
+    """Raise ModelError for what is no module, and IllegalTransition where any part of it was given to an engine before."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ModelError(f"model is {got}, not a torch.nn.Module.", remedy="Give initialize(model=...) the model itself.")
+    for name, module in model.named_modules():
+        if module in _TAKEN:
+            part = f"its part {name!r}" if name else "it"
+            raise IllegalTransition(
+                f"{type(model).__name__} has no weights of its own: {part} was given to infinity.initialize before.",
+                remedy="Go on with that engine, or build the model anew; engine.state_dict() has the weights before close.",
+            )
+
 
 def take_over(
-    pieces: CutModel, residencies: Mapping[int, Residency], kept: Mapping[int, Slot], device: torch.device
+    pieces: CutModel, residencies: Mapping[int, Residency], kept: Mapping[int, Slot], device: torch.device, undo: ExitStack
 ) -> tuple[Shard, ...]:
     """Replace the model's own parameters: by views of the kept weights where they stay, by absent ones elsewhere.
 
-    The user's parameters of the latter lose their values: the tiers have them.
+    `undo` gets what puts the model back as it was; it holds the values until then.
     """
     shards = []
     for group, layout in zip(pieces.groups, pieces.layouts, strict=True):
         residency = residencies[layout.index]
         if residency is Residency.RESIDENT:
-            outside: Mapping[str, nn.Parameter] = _resident_parameters(group, layout, kept[layout.index])
+            outside: Mapping[str, nn.Parameter] = _resident_parameters(group, layout, kept[layout.index], undo)
         else:
             outside = {spec.name: _absent(spec, layout.name, device) for spec in layout.specs}
-            for use in group.uses:
-                use.parameter.data = use.parameter.data.new_empty(0)
         for use in group.uses:
             for place in use.places:
+                undo.callback(place.module._parameters.__setitem__, place.attribute, use.parameter)
                 place.module._parameters[place.attribute] = outside[use.name]
+                undo.callback(_TAKEN.discard, place.module)
+                _TAKEN.add(place.module)
         shards.append(Shard(group, layout, residency, outside))
     return tuple(shards)
 
 
-def _resident_parameters(group: ParameterGroup, layout: ShardLayout, slot: Slot) -> dict[str, nn.Parameter]:
+def free_values(shards: Sequence[Shard]) -> None:
+    """Let the user's own parameters that absent ones stand for lose their values: the tiers have them."""
+    for shard in shards:
+        if shard.residency is not Residency.RESIDENT:
+            for use in shard.group.uses:
+                use.parameter.data = use.parameter.data.new_empty(0)
+
+
+def _resident_parameters(group: ParameterGroup, layout: ShardLayout, slot: Slot, undo: ExitStack) -> dict[str, nn.Parameter]:
     """Return the user's own parameters over the kept weights; new ones for those on the meta device."""
     views = Shard(group, layout, Residency.RESIDENT, {}).views(slot.device)
     found = {}
     for use in group.uses:
         if use.parameter.is_meta:
-            found[use.name] = nn.Parameter(views[use.name], requires_grad=use.parameter.requires_grad)
+            own = views[use.name].data  # with a version of its own
+            found[use.name] = nn.Parameter(own, requires_grad=use.parameter.requires_grad)
         else:
+            undo.callback(setattr, use.parameter, "data", use.parameter.data)
             use.parameter.data = views[use.name]
             found[use.name] = use.parameter
     return found
@@ -64,10 +93,10 @@ def _absent(spec: ParameterSpec, unit: str, device: torch.device) -> AbsentParam
     return absent
 
 
-def move_buffers(model: nn.Module, compute: ComputeDevice, ledger: Ledger, resources: ExitStack) -> None:
+def move_buffers(model: nn.Module, compute: ComputeDevice, ledger: Ledger, resources: ExitStack, undo: ExitStack) -> None:
     """Let every buffer of the model live where it computes; one that several modules hold stays one.
 
-    `resources` gives the booking back, not the buffers. Raises OverBudget.
+    `resources` gives the booking back, `undo` the buffers. Raises OverBudget.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity of the first, which must live as long
     for module in model.modules():
@@ -77,6 +106,7 @@ def move_buffers(model: nn.Module, compute: ComputeDevice, ledger: Ledger, resou
             if id(buffer) not in moved:
                 _book_buffer(buffer.numel() * buffer.element_size(), compute, ledger, resources)
                 moved[id(buffer)] = (buffer, buffer.to(compute.torch_device))
+            undo.callback(module._buffers.__setitem__, name, buffer)
             module._buffers[name] = moved[id(buffer)][1]
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from infinity.engine.optimizer import LrSchedule, Optimizer
 from infinity.engine.results import UpdateResult
+from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
+from infinity.errors import Diverged
 from infinity.optim.grad_norm import clip_coefficient, global_norm
 from infinity.optim.hyper import UpdateStep
 from infinity.optim.stream import UpdateStream
@@ -23,34 +25,48 @@ class Updater:
         *,
         shards: Sequence[Shard],
         gradients: WaitingGradients,
+        user_writes: UserWrites,
         stream: UpdateStream,
         weights: Weights,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         max_norm: float,
         grad_dtype: str,
+        max_skipped_in_a_row: int,
     ) -> None:
         self._shards = shards
         self._gradients = gradients
+        self._user_writes = user_writes
         self._stream = stream
         self._weights = weights
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
         self._max_norm = max_norm
         self._grad_dtype = grad_dtype
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._num_skipped_in_a_row = 0
 
     def step(self) -> UpdateResult:
-        """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched."""
-        facts = self._gradients.take_facts()
-        norm = global_norm(facts.sums_of_squares)
+        """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched.
+
+        Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
+        """
         lr = self._lr_schedule.lr
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        hyper = self._optimizer.hyper()
+        facts = self._gradients.take_facts()
+        norm = global_norm(facts.sums_of_squares)
         if not math.isfinite(norm):
-            return UpdateResult(norm, 0.0, lr, skipped=True)
+            self._count_skip(facts.first_not_finite)
+            return UpdateResult(norm, 0.0, lr, skipped=True, first_not_finite=facts.first_not_finite)
+        self._num_skipped_in_a_row = 0
         coefficient = clip_coefficient(norm, self._max_norm) if self._max_norm > 0 else 1.0
         self.finish_pending()
-        hyper, steps = self._optimizer.hyper(), self._count(facts.touched)
+        if self._user_writes.waiting:
+            self._stream.drain()
+            self._user_writes.take_in()
+        steps = self._count(facts.touched)
         self._stream.begin(UpdateStep(hyper, steps, coefficient, self._grad_dtype))
         self._weights.updates_are_due(sorted(steps))
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
@@ -66,10 +82,23 @@ class Updater:
         """Make them and wait until every tile and weight that an update changed is where it lives. Raises StorageError."""
         self.finish_pending()
         self._stream.drain()
+        self._user_writes.take_in()
 
     def discard(self) -> None:
         """Forget the gradients of a step that failed."""
         self._gradients.discard()
+
+    def _count_skip(self, parameter: str | None) -> None:
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row < self._max_skipped_in_a_row:
+            return
+        num_skipped, self._num_skipped_in_a_row = self._num_skipped_in_a_row, 0
+        raise Diverged(
+            f"{num_skipped} steps in a row had gradients that are not finite, so none of them was applied; in the last "
+            f"one backward met the first at {parameter}.",
+            remedy="The weights are those of the last step that was applied. Go on from an earlier checkpoint with a lower "
+            "learning rate, look at the data, or set infinity.max_skipped_in_a_row higher.",
+        )
 
     def _count(self, touched: dict[int, frozenset[str]]) -> dict[int, dict[str, int]]:
         """Advance the step count of every touched parameter; return the counts by shard."""

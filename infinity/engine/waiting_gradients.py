@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from infinity.errors import InfinityError
+from infinity.errors import IllegalTransition, InfinityError
 from infinity.handles import Handle
 from infinity.memory.pool import BufferPool, Lease
 from infinity.memory.transfer import Transfers
@@ -19,6 +20,8 @@ from infinity.zero.gradients import FinalRun, fill
 from infinity.zero.shard import TORCH_DTYPES
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Elements that are looked at at a time: torch makes as many more on the way.
+_EXAMINED_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class GradientFacts:
 
     sums_of_squares: tuple[float, ...]  # by shard; 0 where no parameter was touched
     touched: dict[int, frozenset[str]]  # by shard
+    first_not_finite: str | None  # the parameter, in the order in which backward finished them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class WaitingGradients:
         self._leases: dict[int, Lease] = {}
         self._sums_of_squares = [0.0] * len(layouts)
         self._touched: dict[int, frozenset[str]] = {}
+        self._first_not_finite: str | None = None
         self._writes: list[Handle[None]] = []
 
     def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
@@ -116,7 +121,10 @@ class WaitingGradients:
 
     def _wait_or_leave(self, shard: int, sums: SquareSums, touched: frozenset[str]) -> None:
         """Let the gradient wait where it is, or write it out."""
-        self._sums_of_squares[shard] = combine_partials(sums.partials)
+        sum_of_squares = combine_partials(sums.partials)
+        if not math.isfinite(sum_of_squares) and self._first_not_finite is None:
+            self._first_not_finite = _first_not_finite(self._layouts[shard], self._host(shard))
+        self._sums_of_squares[shard] = sum_of_squares
         self._touched[shard] = touched
         lease = self._leases.pop(shard, None)
         if lease is not None:
@@ -133,10 +141,11 @@ class WaitingGradients:
         self._settle()
         for write in self._writes:
             write.wait()
-        facts = GradientFacts(tuple(self._sums_of_squares), self._touched)
+        facts = GradientFacts(tuple(self._sums_of_squares), self._touched, self._first_not_finite)
         self._writes.clear()
         self._sums_of_squares = [0.0] * len(self._layouts)
         self._touched = {}
+        self._first_not_finite = None
         return facts
 
     def discard(self) -> None:
@@ -151,7 +160,21 @@ class WaitingGradients:
         if buffer is None:
             if shard not in self._leases:
                 if self._slots is None:
-                    raise KeyError(shard)
+                    raise IllegalTransition(
+                        f"The gradient of {self._layouts[shard].name} is spilled, but there are no gradient slots."
+                    )
                 self._leases[shard] = self._slots.lease()
             buffer = self._leases[shard].buffer
         return buffer.tensor(TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements)
+
+
+def _first_not_finite(layout: ShardLayout, gradient: torch.Tensor) -> str | None:
+    """Return the first parameter of the shard whose gradient has an element that is not finite."""
+    for section in layout.sections:
+        for segment in section.segments if section.trainable else ():
+            start = section.state_offset + segment.offset
+            end = start + segment.length
+            for begin in range(start, end, _EXAMINED_AT_ONCE):
+                if not gradient[begin : min(begin + _EXAMINED_AT_ONCE, end)].isfinite().all():
+                    return segment.parameter
+    return None

@@ -231,7 +231,8 @@ class Weights:
     def _gather(self, shard: int, slot: Slot) -> None:
         """Wait for the load and begin to copy the weights to the compute device, behind the slot's last use there."""
         if slot.load is not None:
-            slot.load.wait()
+            with self._recorder.span("weights.wait", unit=self._shards[shard].layout.name):
+                slot.load.wait()
         self._states[shard].to(WeightState.GATHERING)
         source, num_bytes = slot.source or slot.host, self._shards[shard].layout.unit_weight_bytes
         slot.upload = self._transfers.to_device(

@@ -53,6 +53,7 @@ FIELDS: dict[str, object] = {
     "infinity.adam_threads": 3,
     "infinity.io_policy": "burst",
     "infinity.grad_dtype": "fp32",
+    "infinity.max_skipped_in_a_row": 8,
     "infinity.check": True,
     "infinity.recompute": True,
     "infinity.units": ["Block"],

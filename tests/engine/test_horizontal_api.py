@@ -283,9 +283,6 @@ def test_misuse_is_named(nvme: Path) -> None:
                 engine.train_batch(wrong)  # type: ignore[arg-type]
         with pytest.raises(IllegalTransition, match=r"engine\(\.\.\.\)"):
             engine.module(*batch)
-        engine(*batch)
-        with pytest.raises(IllegalTransition, match=r"1 forward.*engine\.step\(\)"):
-            engine.train_batch([batch])
         require_same_state(engine.state_dict(), before)
     with pytest.raises(IllegalTransition, match="CLOSED"):
         engine(*batch)

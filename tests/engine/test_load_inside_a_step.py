@@ -16,7 +16,7 @@ def test_loading_inside_a_step_is_refused(nvme: Path, tmp_path: Path) -> None:
         path = engine.save_checkpoint(tmp_path)
         first, second = TINY_GPT.batches(0, 2)
         engine.backward(engine(*first))
-        with pytest.raises(IllegalTransition, match="1 forward passes into a step"):
+        with pytest.raises(IllegalTransition, match="1 of 2 backward passes into a step"):
             engine.load_checkpoint(path)
         engine.backward(engine(*second))
         engine.step()

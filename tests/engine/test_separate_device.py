@@ -207,13 +207,15 @@ def test_buffers_move_to_the_device_and_shared_ones_stay_one() -> None:
     model[1].register_buffer("also", model[0].running_mean)
     ledger = Ledger({})
     compute = ComputeDevice(torch.device("meta"), HostTransfers(), FakeMemory())
-    with ExitStack() as resources:
-        move_buffers(model, compute, ledger, resources)
+    with ExitStack() as resources, ExitStack() as undo:
+        move_buffers(model, compute, ledger, resources, undo)
         assert all(buffer.is_meta for buffer in model.buffers())
         assert model[1].also is model[0].running_mean
         assert not model[1].weight.is_meta
         assert ledger.used(Tier.GPU) == 4 * 4 + 4 * 4 + 8
     assert ledger.used(Tier.GPU) == 0
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model[1].also is model[0].running_mean
 
 
 def test_a_device_without_room_is_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:

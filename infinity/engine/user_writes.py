@@ -1,0 +1,93 @@
+"""What the user writes into parameters that stay in memory, between steps, becomes their master: it is not half forgotten.
+
+A split bf16 master takes its high half from the weight itself, so that a write would meet the low half of the old value: up
+to half a unit in the last place away from what was written, and not a number where zero was. Writes through torch are seen
+by the tensor's version; only those through `parameter.data` have none (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.errors import ModelError
+from infinity.store.layout import ParameterSpec, tile_segments
+from infinity.store.store import Store
+from infinity.zero.shard import Residency, Shard
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A parameter of the user's module and the memory that it is to stay in."""
+
+    shard: Shard
+    spec: ParameterSpec
+    parameter: nn.Parameter
+    own: torch.Tensor
+    version: int
+
+    @property
+    def was_written(self) -> bool:
+        return self.parameter._version != self.version or self.parameter.data_ptr() != self.own.data_ptr()
+
+
+class UserWrites:
+    """Watches the parameters of resident shards. One thread; nothing may be in flight that uses their tiles."""
+
+    def __init__(self, shards: Sequence[Shard], store: Store) -> None:
+        self._store = store
+        self._watched = [
+            _Watched(shard, spec, parameter, parameter.data, parameter._version)
+            for shard in shards
+            if shard.residency is Residency.RESIDENT
+            for spec in shard.layout.specs
+            if (parameter := shard.outside[spec.name]).numel()
+        ]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was written since the last call of `take_in`."""
+        return any(watched.was_written for watched in self._watched)
+
+    def take_in(self) -> None:
+        """Make every value that was written since the last call the master. Raises ModelError for one of another shape."""
+        for watched in self._watched:
+            if watched.was_written:
+                self._take_in(watched)
+
+    def _take_in(self, watched: _Watched) -> None:
+        parameter, spec = watched.parameter, watched.spec
+        if parameter.data_ptr() != watched.own.data_ptr():  # it was given other memory, as Module.to does
+            if tuple(parameter.shape) != spec.shape:
+                raise ModelError(
+                    f"Parameter {spec.name} was replaced by one of shape {tuple(parameter.shape)}; it has {spec.shape}.",
+                    remedy="Change shapes before infinity.initialize.",
+                )
+            watched.own.copy_(parameter.data)
+            parameter.data = watched.own
+        in_host_memory = self._store.weights(watched.shard.index)
+        if in_host_memory is not None:
+            flat = in_host_memory.tensor(torch.uint8, watched.shard.layout.unit_weight_bytes)
+            value = watched.shard.views(flat)[spec.name]
+            if value.data_ptr() != watched.own.data_ptr():  # on a device of its own memory: the master is the host's
+                value.copy_(watched.own)
+        self._clear_low_halves(watched.shard, spec)
+        watched.version = parameter._version
+
+    def _clear_low_halves(self, shard: Shard, spec: ParameterSpec) -> None:
+        for tile in shard.layout.tiles:
+            if not any(plane.name == "master_low" for plane in tile.planes):
+                continue
+            pieces = [
+                piece for piece in tile_segments(shard.layout.sections[tile.section], tile) if piece.parameter == spec.name
+            ]
+            if not pieces:
+                continue
+            lease = self._store.fetch_tile(tile).wait()
+            low = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
+            for piece in pieces:
+                low[piece.offset : piece.offset + piece.length] = 0
+            self._store.publish_tile(tile, lease)
