@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from infinity.byte_sizes import format_bytes
+from infinity.cli.console import open_console
 from infinity.train.reporter import Progress, Reporter, Row, StepRecord
 
 _REFRESH_PER_SECOND = 4
@@ -19,7 +20,7 @@ _REFRESH_PER_SECOND = 4
 @contextmanager
 def open_display(console: Console | None = None) -> Iterator[Reporter]:
     """Yield the display that suits the output; a live line is taken down at the end, however that comes."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or open_console()
     if not console.is_terminal:
         yield PlainDisplay(console)
         return

@@ -10,6 +10,7 @@ from infinity import __version__
 from infinity.cli.bench import app as bench
 from infinity.cli.clean import clean
 from infinity.cli.doctor import doctor
+from infinity.cli.failures import failures_explained
 from infinity.cli.train import train
 
 app = typer.Typer(
@@ -43,4 +44,5 @@ def root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    app()
+    with failures_explained():
+        app()

@@ -107,4 +107,5 @@ CheckpointEvery = Annotated[
 ]
 Keep = Annotated[int, _whole(_LEFT, "--keep", "Newest checkpoints to keep.", "N", "2")]
 Resume = Annotated[str, _option(_LEFT, "--resume", "auto: from the newest one in --output.", "auto|none|PATH", "auto")]
+Trace = Annotated[Path | None, _place(_LEFT, "--trace", "Write what happened when, for ui.perfetto.dev.", "FILE.json")]
 SaveWeights = Annotated[bool, _option(_LEFT, "--save-weights", "Write the trained weights as safetensors at the end.")]

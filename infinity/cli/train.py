@@ -52,10 +52,13 @@ def train(
     keep: o.Keep = 2,
     resume: o.Resume = "auto",
     save_weights: o.SaveWeights = False,
+    trace: o.Trace = None,
 ) -> None:
     """Train a built-in decoder on text. `--nvme DIR` alone is enough: everything else is chosen."""
     flags = locals()
-    with failures_explained():
+    from infinity.train.stopping import stop_request
+
+    with failures_explained(), stop_request():
         from infinity.cli.display import open_display
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
         from infinity.train.preflight import check_run
@@ -65,18 +68,19 @@ def train(
             config=resolve_config(layers, model=model, steps=steps, has_native_bf16=native_bf16()),
             model=model, steps=steps, seq_len=seq_len, data=tuple(data or ()), eval_data=eval_data, hold_out=hold_out,
             eval_every=eval_every, eval_batches=eval_batches, output=output, checkpoint_every=checkpoint_every, keep=keep,
-            resume=resume, save_weights=save_weights,
+            resume=resume, save_weights=save_weights, trace=trace,
         )  # fmt: skip
         with open_display() as display:
             checked = check_run(options, display)
             # OpenMP reads this when torch is loaded. Threads that spin while they wait take the cores from the threads that
             # read, write and update; on a shared machine with 2 cores sleeping ones were 4 to 7 times as fast.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-            # These load torch: not before everything cheap was checked.
-            from infinity.train.assemble import open_training_engine
-            from infinity.train.loop import train as run
+            with checked.undo:
+                # These load torch: not before everything cheap was checked.
+                from infinity.train.assemble import open_training_engine
+                from infinity.train.loop import train as run
 
-            summary = run(checked, display, open_training_engine)
+                summary = run(checked, display, open_training_engine)
     raise typer.Exit(summary.exit_code)
 
 

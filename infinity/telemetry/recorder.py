@@ -1,4 +1,4 @@
-"""The recorder: counters, gauges and spans of one process, in bounded memory."""
+"""The recorder: counters and spans of one process, in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Span:
 class Recorder:
     """What happened so far. Safe to use from any thread.
 
-    Counters and gauges are few and kept for ever; of the spans the latest `max_spans` are kept, `num_spans_dropped` counts
+    Counters are few and kept for ever; of the spans the latest `max_spans` are kept, `num_spans_dropped` counts
     the others. `clock_ns` is any monotonic clock in nanoseconds.
     """
 
@@ -40,7 +40,6 @@ class Recorder:
         self._lock = threading.Lock()
         self._counters: dict[str, int] = {}
         self._counters_taken: dict[str, int] = {}
-        self._gauges: dict[str, float] = {}
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_spans = 0
 
@@ -48,11 +47,6 @@ class Recorder:
         """Add `amount` to a counter, which starts at 0."""
         with self._lock:
             self._counters[name] = self._counters.get(name, 0) + amount
-
-    def gauge(self, name: str, value: float) -> None:
-        """Set a gauge: a value that goes up and down, of which the latest counts."""
-        with self._lock:
-            self._gauges[name] = value
 
     def span(self, name: str, **attributes: Attribute) -> OpenSpan:
         """Return a context manager that records the time spent in it, also when an exception ends it."""
@@ -84,11 +78,6 @@ class Recorder:
             grown = {name: total - self._counters_taken.get(name, 0) for name, total in self._counters.items()}
             self._counters_taken = dict(self._counters)
         return grown
-
-    def gauges(self) -> dict[str, float]:
-        """Return every gauge's latest value."""
-        with self._lock:
-            return dict(self._gauges)
 
     def spans(self) -> list[Span]:
         """Return the spans that are kept, in the order in which they ended."""

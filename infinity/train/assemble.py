@@ -13,15 +13,13 @@ from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
 from infinity.optim.kernel import choose_kernel
 from infinity.placement import Plan
-from infinity.train.preflight import Checked
+from infinity.train.preflight import STATE_BYTES_PER_PARAMETER, Checked
 from infinity.train.reporter import Reporter, Row
 from infinity.train.summary import io_words
 
 # What the C library's allocator keeps above the tensors that are alive.
 _ALLOCATOR_SHARE = 1.25
 _ALLOCATOR_BYTES = 24 * MIB
-# Weights, master and moments: 2 + 2 + 4 + 4 in bf16, 4 + 4 + 4 in fp32.
-_CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
@@ -79,7 +77,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
 def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter) -> None:
     """A note where the disk has no room for the swap files, the copies that are kept, and one more while it is written."""
     options = checked.options
-    copy_bytes = parameter_count(checked.gpt) * _CHECKPOINT_BYTES_PER_PARAMETER
+    copy_bytes = parameter_count(checked.gpt) * STATE_BYTES_PER_PARAMETER
     num_copies = options.keep + 1 if options.checkpoint_every else 1
     output = checked.output.directory
     needed = num_copies * copy_bytes

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from numpy import uint8
@@ -18,6 +19,8 @@ from infinity.memory.limits import peak_rss_bytes
 from infinity.models.presets import parameter_count
 from infinity.states import Tier
 from infinity.telemetry.jsonl import JsonLines, open_jsonl
+from infinity.telemetry.recorder import Recorder
+from infinity.telemetry.trace import write_chrome_trace
 from infinity.train.contract import TrainingEngine
 from infinity.train.output import held, write_json
 from infinity.train.position import Position, position_record, read_position
@@ -45,16 +48,27 @@ def train(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summ
 
 def _run(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summary:
     output = checked.output
-    with stop_request(reporter.note) as request, held(output), contextlib.closing(open_engine(checked, reporter)) as engine:
+    with stop_request() as request, held(output), contextlib.closing(open_engine(checked, reporter)) as engine:
         position = _resume(checked, engine, reporter)
         write_json(output.plan, engine.plan.to_json())
         with open_jsonl(output.metrics) as metrics:
-            metrics.truncate_after(position.step)
+            num_dropped = metrics.truncate_after(position.step)
+            if num_dropped:
+                reporter.note(f"Removed {num_dropped} lines of {output.metrics}: the steps after {position.step} are new.")
             loop = Loop(checked, engine, reporter, request, metrics, position)
             loop.run()
         summary = loop.finish()
         write_json(output.summary, summary.as_json())
+        if checked.options.trace is not None:
+            _write_trace(checked.options.trace, engine.recorder, reporter)
     return summary
+
+
+def _write_trace(path: Path, recorder: Recorder, reporter: Reporter) -> None:
+    spans = recorder.spans()
+    write_chrome_trace(path, spans)
+    of_all = f"the last {len(spans)} of {len(spans) + recorder.num_spans_dropped}" if recorder.num_spans_dropped else "all"
+    reporter.note(f"Trace with {of_all} spans: {path} (open it in ui.perfetto.dev).")
 
 
 class Loop:
@@ -81,7 +95,7 @@ class Loop:
     def run(self) -> None:
         """Train until the last step or a signal; leave a checkpoint where one is due."""
         options = self._checked.options
-        self._request.can_wait = True
+        self._request.wait_for_steps(self._reporter.note)
         while self.position.step < options.steps and self._request.signal is None:
             self._step()
             if options.checkpoint_every and self.position.step % options.checkpoint_every == 0:
@@ -107,10 +121,12 @@ class Loop:
     def _step(self) -> None:
         checked, step = self._checked, self.position.step
         started = time.perf_counter()
-        result = self._engine.train_batch([
+        micro_batches = [
             _micro_batch(self._windows.tokens(step, index), self._engine.device)
             for index in range(checked.batch.num_micro_batches)
-        ])  # fmt: skip
+        ]
+        with self._engine.recorder.span("step", number=step + 1):
+            result = self._engine.train_batch(micro_batches)
         seconds = time.perf_counter() - started
         tokens = checked.batch.train_batch_size * checked.options.seq_len
         self.position = Position(step + 1, self.position.tokens + tokens)
@@ -125,7 +141,10 @@ class Loop:
         self._totals.add(record)
         self._metrics.append(record.as_json())
         if record.skipped:
-            self._reporter.note(f"Step {record.step} was skipped: its gradient is not finite. Weights and lr stay.")
+            self._reporter.note(
+                f"Step {record.step} was skipped: the gradient of {result.first_not_finite} is not finite. "
+                "Weights and lr stay."
+            )
         self._reporter.step(record, self._progress())
 
     def _progress(self) -> Progress:
@@ -141,7 +160,7 @@ class Loop:
         if self._saved is not None and self._saved[0] == self.position.step:
             return
         self._reporter.phase(f"Writing the checkpoint of step {self.position.step}")
-        with self._interlude():
+        with self._interlude("checkpoint"):
             path = self._engine.save_checkpoint(
                 self._checked.output.checkpoints,
                 extra=position_record(self.position, self._checked),
@@ -159,7 +178,7 @@ class Loop:
         windows = EvenWindows(
             checked.eval_corpus, checked.options.seq_len, checked.batch.micro_batch_size, checked.options.eval_batches
         )
-        with self._interlude():
+        with self._interlude("evaluation"):
             self._engine.eval()
             with torch.no_grad():
                 losses = [
@@ -171,10 +190,11 @@ class Loop:
         self._reporter.note(f"Evaluation after step {step}: {self._evaluations[-1].loss:.4f} nats per byte.")
 
     @contextlib.contextmanager
-    def _interlude(self) -> Iterator[None]:
+    def _interlude(self, name: str) -> Iterator[None]:
         """Keep the bytes of a checkpoint or an evaluation out of the steps' counts, but not those of a pending update."""
         self._settle()
-        yield
+        with self._engine.recorder.span(name):
+            yield
         self._engine.recorder.take_counters()
 
     def _settle(self) -> None:

@@ -45,6 +45,7 @@ class TrainOptions:
     keep: int = DEFAULT_KEEP  # newest checkpoints that stay
     resume: str = "auto"  # "auto", "none" or the path of a checkpoint
     save_weights: bool = False
+    trace: Path | None = None  # file for what the run did when, in the Chrome trace event format
 
 
 def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_native_bf16: bool) -> Config:

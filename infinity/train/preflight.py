@@ -15,7 +15,7 @@ from infinity.checkpoint.completeness import latest, verify
 from infinity.checkpoint.manifest import MANIFEST, read_manifest
 from infinity.config import BatchSizes, Config
 from infinity.data.corpus import Corpus, open_corpus, require_sequences, standard_library
-from infinity.errors import CheckpointError, ConfigError, SwapSpaceError
+from infinity.errors import CheckpointError, ConfigError, DoesNotFit, StorageError, SwapSpaceError
 from infinity.memory.limits import HostLimit, host_limit_bytes
 from infinity.models.presets import GPTConfig, parameter_count, preset
 from infinity.store.checks import DirectoryFacts, check_directory, require_distinct
@@ -23,6 +23,9 @@ from infinity.store.directory import remove_dead_runs
 from infinity.train.options import TrainOptions, check_counts
 from infinity.train.output import Output, check_output, default_output
 from infinity.train.reporter import Reporter
+
+# Weights, master and moments: 2 + 2 + 4 + 4 in bf16, 4 + 4 + 4 in fp32.
+STATE_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Checked:
 def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
     """Check what `options` ask for and say what was chosen or is not available.
 
-    Raises ConfigError, DataError, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
+    Raises ConfigError, DataError, DoesNotFit, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
     """
     check_counts(options)
     gpt, batch = preset(options.model), options.config.batch(world_size=1)
@@ -58,16 +61,19 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
     corpus, eval_corpus = _open_data(options)
     output = Output(options.output) if options.output else default_output(options.model)
     check_output(output)
+    _check_trace(options.trace)
     resume_from = _find_checkpoint(options.resume, output, reporter)
+    limit = host_limit_bytes()
     with ExitStack() as undo:
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
         require_distinct(options.config.nvme_directories)
-        _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - _adopted_bytes(resume_from), directories)
+        adopted_bytes = _adopted_bytes(resume_from)
+        _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - adopted_bytes, directories)
+        _require_room(options, STATE_BYTES_PER_PARAMETER * parameter_count(gpt) - adopted_bytes, limit, directories)
         found = _probe(options.config, directories, reporter)
         checked = Checked(
-            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, host_limit_bytes(),
-            undo.pop_all(),
-        )  # fmt: skip
+            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, limit, undo.pop_all()
+        )
     return checked
 
 
@@ -96,12 +102,31 @@ def _open_data(options: TrainOptions) -> tuple[Corpus, Corpus | None]:
     return corpus, eval_corpus
 
 
+def _check_trace(path: Path | None) -> None:
+    """Raise StorageError for a trace that could not be written when the run is over."""
+    if path is None:
+        return
+    parent = path.absolute().parent
+    if path.is_dir():
+        problem = f"{path} is a directory"
+    elif not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        problem = f"{parent} is no directory that may be written to"
+    else:
+        return
+    raise StorageError(f"--trace: {problem}.", remedy="Give the path of a file in a directory of your own.")
+
+
 def _find_checkpoint(resume: str, output: Output, reporter: Reporter) -> Path | None:
     if not resume:  # as a path it would be the working directory
         raise ConfigError("--resume: '' is no checkpoint.", remedy="Give auto, none or a path.")
     if resume not in ("auto", "none"):
         return _named_checkpoint(Path(resume))
     newest = latest(output.checkpoints)
+    if newest.found is None and newest.passed_over and resume == "auto":
+        raise CheckpointError(
+            f"--resume auto: none of the checkpoints in {output.checkpoints} is complete. {' '.join(newest.passed_over)}",
+            remedy="Give --resume none to train from the start, which drops the metrics so far, or the PATH of another one.",
+        )
     for sentence in newest.passed_over:
         reporter.note(sentence)
     if newest.found is not None and resume == "none":
@@ -149,9 +174,26 @@ def _adopted_bytes(checkpoint: Path | None) -> int:
     return sum(record.num_bytes for record in read_manifest(checkpoint).swap_files) if checkpoint else 0
 
 
+def _require_room(options: TrainOptions, needed_bytes: int, limit: HostLimit, directories: Iterable[DirectoryFacts]) -> None:
+    """Refuse what no plan can place. A GPU does not count: what it holds has a place in RAM or on NVMe, too."""
+    memory_bytes = options.config.infinity.cpu_memory or limit.num_bytes
+    disk_bytes = sum(_free_by_device(directories).values())
+    if needed_bytes <= memory_bytes + disk_bytes:
+        return
+    disk = f"the NVMe directories {format_bytes(disk_bytes)}" if options.config.nvme_directories else "no --nvme is given"
+    raise DoesNotFit(
+        f"{options.model}: weights and optimizer state need {format_bytes(needed_bytes)}; the memory has "
+        f"{format_bytes(memory_bytes)}, {disk}.",
+        remedy="Choose a smaller --model, give an --nvme directory with more room, or raise --cpu-memory.",
+    )
+
+
+def _free_by_device(directories: Iterable[DirectoryFacts]) -> dict[int, int]:
+    return {facts.path.stat().st_dev: facts.free_bytes for facts in directories}
+
+
 def _require_space(needed_bytes: int, directories: Iterable[DirectoryFacts]) -> None:
-    free_by_device = {facts.path.stat().st_dev: facts.free_bytes for facts in directories}
-    free_bytes = sum(free_by_device.values())
+    free_bytes = sum(_free_by_device(directories).values())
     if needed_bytes > free_bytes:
         names = ", ".join(str(facts.path) for facts in directories)
         raise SwapSpaceError(

@@ -20,17 +20,20 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether and how the user asked to stop. `can_wait` is true once steps are running."""
+    """Whether and how the user asked to stop."""
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.can_wait = False
+        self._announce: Callable[[str], None] | None = None  # None: nothing is running that a signal would wait for
+
+    def wait_for_steps(self, announce: Callable[[str], None]) -> None:
+        """Steps are running from now on: a signal lets the one in flight end, and is announced."""
         self._announce = announce
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Take a signal; raises Stopped where it cannot wait for the end of a step."""
         received = signal.Signals(number)
-        if not self.can_wait or self.signal is not None:
+        if self._announce is None or self.signal is not None:
             for other in _SIGNALS:  # one more ends the process, whatever it is doing
                 signal.signal(other, signal.SIG_DFL)
             raise Stopped(received)
@@ -43,9 +46,12 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request(announce: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Handle both signals inside the block. Outside the main thread Python allows no handlers, so none are set."""
-    request = StopRequest(announce)
+def stop_request() -> Iterator[StopRequest]:
+    """Handle both signals inside the block, which may be inside another one.
+
+    Outside the main thread Python allows no handlers, so none are set.
+    """
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,11 @@ BAD_INPUT = {
     "checkpoint that is missing": (["--resume", "absent"], 7, "absent is absent", "step-"),
     "checkpoint that is a file": (["--resume", "short"], 7, "short is a file", "step-"),
     "checkpoint that is foreign": (["--resume", "step-00000001"], 7, "step-00000001", ""),
+    "more state than memory": (
+        ["--model", "gpt-70b", "--cpu-memory", "1GiB"], 3, "gpt-70b: weights and optimizer state need 783.06 GiB", "--nvme",
+    ),
+    "trace in a missing directory": (["--trace", "absent/trace.json"], 5, "absent is no directory", "of your own"),
+    "trace that is a directory": (["--trace", "."], 5, ". is a directory", "path of a file"),
     "more state than disk": (
         ["--model", "gpt-70b", "--offload-optimizer", "nvme", "--offload-params", "nvme", "--nvme", "new"],
         5, "783.06 GiB", "smaller --model",
@@ -107,6 +114,83 @@ def test_a_block_device_names_its_mount_point(place: Path) -> None:
     assert answer.code == 5
     assert f"{device} is a block device" in answer.err
     assert "mount" in answer.err
+
+
+def run_with(script: str, place: Path, stdout: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python with the package at hand."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(place)}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command,
+        cwd=place,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=60,
+        **options,
+    )
+
+
+COMMANDS = {
+    "clean": "import sys; sys.argv[1:] = ['clean', '.']; from infinity.cli.main import main; main()",
+    "help": "import sys; sys.argv[1:] = ['train', '--help']; from infinity.cli.main import main; main()",
+    "display": (
+        "from infinity.cli.failures import failures_explained\nfrom infinity.cli.display import open_display\n"
+        "with failures_explained(), open_display() as display:\n    for _ in range(9): display.note('x' * 3000)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_standard_output_is_said(name: str, place: Path) -> None:
+    """Output to /dev/full ends with code 5 and one sentence, not as a bug with a traceback, nor with Python's own words."""
+    with open("/dev/full", "w") as full:
+        done = run_with(COMMANDS[name], place, full)
+    assert done.returncode == 5
+    assert "Standard output cannot be written: No space left on device." in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+    assert not list(place.glob("infinity-traceback-*"))
+
+
+@pytest.mark.parametrize("name", ["clean", "display"])
+def test_a_reader_that_is_gone_ends_the_program_quietly(name: str, place: Path) -> None:
+    """Output into a pipe that nobody reads (`| head`) ends as by SIGPIPE, with code 141 and without a word."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run_with(COMMANDS[name], place, writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert not list(place.glob("infinity-traceback-*"))
+
+
+def test_an_error_that_nobody_can_read_keeps_its_code(place: Path) -> None:
+    """With standard error full, too, the exit code is still the error's."""
+    script = (
+        "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nfrom infinity.cli.failures import failures_explained\n"
+        "from infinity.errors import DataError\nwith failures_explained(): raise DataError('none', remedy='some')"
+    )
+    assert run_with(script, place, subprocess.DEVNULL).returncode == 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_leaves_nothing(number: signal.Signals, place: Path) -> None:
+    """A signal while torch is being loaded ends the command with 128 + its number; the directory made for it is gone."""
+    script = (
+        "import os, sys, builtins; real = builtins.__import__\n"
+        "def loading(name, *rest):\n"
+        f"    if name == 'torch': os.kill(os.getpid(), {int(number)})\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = loading\n"
+        "sys.argv[1:] = ['train', '--model', 'gpt-1m', '--nvme', 'new']; from infinity.cli.main import main; main()"
+    )
+    done = run_with(script, place, subprocess.DEVNULL)
+    assert done.returncode == 128 + number
+    assert done.stderr == "Stopped.\n"
+    assert not (place / "new").exists()
 
 
 def test_an_unexpected_error_keeps_its_traceback_in_a_file(place: Path) -> None:

@@ -24,7 +24,7 @@ TRAIN_OPTIONS = {
     "--steps",
     "--micro-batch-size", "--micro-batches", "--seq-len", "--lr", "--lr-schedule", "--warmup-steps", "--weight-decay",
     "--grad-clip", "--precision", "--seed", "--cpu-memory", "--gpu-memory", "--offload-optimizer", "--offload-params",
-    "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights",
+    "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights", "--trace",
 }  # fmt: skip
 BENCH_NVME_OPTIONS = {
     "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune",
@@ -73,7 +73,7 @@ def test_defaults_of_the_command_are_those_of_the_job() -> None:
     given = {name: parameter.default for name, parameter in signature(train).parameters.items()}
     fields = {name: field.default for name, field in TrainOptions.__dataclass_fields__.items()}
     shared = (given.keys() & fields.keys()) - {"config", "data"}
-    assert len(shared) == 12
+    assert len(shared) == 13
     assert {name: given[name] for name in shared} == {name: fields[name] for name in shared}
 
 

@@ -1,4 +1,4 @@
-"""The recorder: counters that are booked to steps, gauges, and spans in bounded memory."""
+"""The recorder: counters that are booked to steps, and spans in bounded memory."""
 
 import threading
 from collections.abc import Iterator
@@ -95,12 +95,3 @@ def test_spans_of_many_threads_are_all_kept() -> None:
     assert recorder.num_spans_dropped == 0
     assert all(span.thread_name == f"worker {span.attributes['number']}" for span in spans)
     assert all(span.start_ns <= span.end_ns for span in spans)
-
-
-def test_a_gauge_is_its_latest_value() -> None:
-    """Gauges go up and down; what is returned is a copy."""
-    recorder = Recorder()
-    recorder.gauge("cpu_memory_used_bytes", 5)
-    recorder.gauge("cpu_memory_used_bytes", 3)
-    recorder.gauges()["cpu_memory_used_bytes"] = 9
-    assert recorder.gauges() == {"cpu_memory_used_bytes": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,8 +15,8 @@ from training_fakes import Remembering, fake_options
 from infinity.checkpoint.manifest import CheckpointState, Counters, FileRecord, Fingerprint
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.config import Layer
-from infinity.errors import DataError, SwapSpaceError
-from infinity.train.options import native_bf16, resolve_config
+from infinity.errors import DataError, DoesNotFit, SwapSpaceError
+from infinity.train.options import TrainOptions, native_bf16, resolve_config
 from infinity.train.preflight import check_run, least_nvme_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,24 @@ def test_a_directory_made_for_a_run_that_cannot_start_goes_again(tmp_path: Path,
         with pytest.raises(SwapSpaceError, match=r"needs 783.06 GiB \(\d+ bytes\), .* are free"):
             check_run(options, Remembering())
         assert directory.exists() is stays
+
+
+def test_what_no_plan_can_place_is_refused_before_torch_is_loaded(tmp_path: Path, data: Path) -> None:
+    """More state than memory and disk together says all three; as much as there is may start."""
+
+    def options(model: str, memory: str) -> TrainOptions:
+        layers = [Layer("test", {"infinity.cpu_memory": memory})]
+        config = resolve_config(layers, model=model, steps=6, has_native_bf16=True)
+        return replace(fake_options(tmp_path / "out", data), model=model, config=config)
+
+    with pytest.raises(DoesNotFit, match=r"need 783\.06 GiB; the memory has 780\.00 GiB, no --nvme is given"):
+        check_run(options("gpt-70b", "780GiB"), Remembering())
+    assert check_run(options("gpt-70b", "784GiB"), Remembering()).gpt.num_layers > 0
+    free = replace(options("gpt-70b", "1GiB"), config=config_for(tmp_path / "new", **{"infinity.cpu_memory": "1GiB"}))
+    if shutil.disk_usage(tmp_path).free < 780 << 30:
+        with pytest.raises(DoesNotFit, match=r"1\.00 GiB, the NVMe directories \d+"):
+            check_run(free, Remembering())
+        assert not (tmp_path / "new").exists()
 
 
 def test_a_checkpoint_in_place_needs_no_second_room(tmp_path: Path, data: Path) -> None:

@@ -149,6 +149,59 @@ def test_a_resumed_run_says_which_options_differ(tmp_path: Path, data: Path) -> 
         assert f"{name} was {before} in the checkpoint and is {now} now" in said
 
 
+def test_a_run_whose_checkpoints_are_all_broken_does_not_start_anew(tmp_path: Path, data: Path) -> None:
+    """--resume auto says which checkpoints are not whole and why, and touches nothing; --resume none trains anew and says
+
+    what it drops.
+    """
+    output = tmp_path / "out"
+    run(output, data, steps=4, checkpoint_every=2)
+    for path in (output / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    before = (output / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"--resume auto.*step-00000004 was passed over.*step-00000002") as caught:
+        run(output, data, steps=4)
+    assert "--resume none" in caught.value.remedy
+    assert (output / "metrics.jsonl").read_bytes() == before
+    summary, reporter = run(output, data, steps=4, resume="none")
+    assert summary.steps_in_this_process == 4
+    assert any("Removed 4 lines of" in note for note in reporter.notes)
+
+
+def test_metrics_that_are_dropped_are_said(tmp_path: Path, data: Path) -> None:
+    """A second run into the same directory, without a checkpoint, replaces the first one's metrics and says so."""
+    run(tmp_path / "out", data, steps=4)
+    summary, reporter = run(tmp_path / "out", data, steps=3)
+    assert summary.steps == 3
+    assert len(losses(tmp_path / "out")) == 3
+    assert any("Removed 4 lines of" in note for note in reporter.notes)
+
+
+def test_a_trace_shows_what_happened_when(tmp_path: Path, data: Path) -> None:
+    """--trace leaves a file of the Chrome trace event format with a span for every step and checkpoint."""
+    trace = tmp_path / "trace.json"
+    _, reporter = run(tmp_path / "out", data, steps=4, checkpoint_every=2, trace=trace)
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [event["args"]["number"] for event in events if event["name"] == "step"] == [1, 2, 3, 4]
+    assert sum(event["name"] == "checkpoint" for event in events) == 2
+    assert any(str(trace) in note for note in reporter.notes)
+
+
+def test_a_signal_in_the_last_evaluation_gets_its_checkpoint(tmp_path: Path, data: Path) -> None:
+    """After the last step a signal is announced like any other, and the checkpoint is written; the weights are not."""
+
+    class Signalled(FakeEngine):
+        def __call__(self, **tokens: Any) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+            return super().__call__(**tokens)
+
+    summary, reporter = run(tmp_path / "out", data, Signalled(), steps=3, hold_out=0.1, eval_batches=1, save_weights=True)
+    assert any("SIGTERM: this step ends first, then a checkpoint" in note for note in reporter.notes)
+    assert (summary.exit_code, summary.stopped_by) == (143, "SIGTERM")
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert not (tmp_path / "out" / "weights").exists()
+
+
 def test_foreign_checkpoints_and_contradicting_resumes_are_refused(tmp_path: Path, data: Path) -> None:
     """A missing path, a file, an empty directory, a checkpoint of the Python API, and none beside checkpoints are errors."""
     output = tmp_path / "out"
@@ -172,7 +225,7 @@ def test_skipped_steps_are_said_and_counted(tmp_path: Path, data: Path) -> None:
     assert records[1]["loss"] is None
     assert records[1]["grad_norm"] is None
     assert summary.skipped_steps == 2
-    assert sum("was skipped" in note for note in reporter.notes) == 2
+    assert sum("was skipped: the gradient of head.weight" in note for note in reporter.notes) == 2
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["final_loss"] is None
 
 

@@ -71,6 +71,7 @@ class FakeResult:
     grad_norm: float | None
     lr: float
     skipped: bool
+    first_not_finite: str | None = "head.weight"
     unit_loads: int = 4
     nvme_read_bytes: int = 100
     nvme_write_bytes: int = 0
