@@ -77,7 +77,7 @@ def test_adam_says_which_weight_decay_it_means() -> None:
 
 
 def test_a_directory_that_is_given_twice_is_used_once_and_said() -> None:
-    """The very same path twice in infinity.nvme is a note; in infinity.nvme and an nvme_path it is how configurations are."""
+    """The very same path twice in infinity.nvme is a note; in infinity.nvme and an nvme_path it is as usual."""
     config = Config.from_any({"infinity": {"nvme": ["/a", "/b", "/a"]}})
     assert config.nvme_directories == (Path("/a"), Path("/b"))
     assert "infinity.nvme: /a is given 2 times and used once." in config.notes()
