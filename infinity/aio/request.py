@@ -38,9 +38,11 @@ REQUEST_MOVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """Move `length` bytes between `offset` in the file and `address` in memory.
+    """Move `length` bytes between `offset` in the file and `address` in memory. Not to be changed once it is made.
+
+    It is not frozen, because making a frozen one takes longer than submitting it and waiting for it.
 
     `keep` owns the memory at `address`; the engine and the handle hold it until the request is over. Under O_DIRECT
     address, offset and length are multiples of the logical block (4,096 always serves).
