@@ -184,6 +184,32 @@ static void test_tickets(const char *directory)
     munmap(memory, PAGE);
 }
 
+/* Registered memory is used as such: other pages at the same addresses get nothing, until it is unregistered. */
+static void test_memory_is_registered(const char *directory)
+{
+    aio_engine *engine = open_engine(2, PAGE);
+    int fd = open_file(directory, "registered");
+    char *memory = allocate(2 * PAGE);
+    uint64_t address = (uint64_t)(uintptr_t)memory;
+    memset(memory, 5, 2 * PAGE);
+    aio_request whole = request(fd, AIO_NO_TICKET, true, 0, memory, 2 * PAGE);
+    CHECK(aio_submit(engine, &whole, 1) == 0);
+    CHECK(wait_for_all(engine, &whole, 1) == 0);
+    CHECK(aio_register_memory(engine, address, 2 * PAGE) == 0);
+    CHECK(aio_register_memory(engine, PAGE, PAGE) == -EFAULT);
+    for (int registered = 1; registered >= 0; registered--) {
+        CHECK(mmap(memory, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+        whole = request(fd, AIO_NO_TICKET, false, 0, memory, 2 * PAGE);
+        CHECK(aio_submit(engine, &whole, 1) == 0);
+        CHECK(wait_for_all(engine, &whole, 1) == 0);
+        CHECK(memory[0] == (registered ? 0 : 5) && memory[2 * PAGE - 1] == memory[0]);
+        CHECK(aio_unregister_memory(engine, address, 2 * PAGE) == 0);
+    }
+    close_engine(engine);
+    munmap(memory, 2 * PAGE);
+    close(fd);
+}
+
 /* Closed while threads submit: what was taken is done or cancelled, the rest is refused. */
 
 static void *submit_until_refused(void *argument)
@@ -291,6 +317,7 @@ int main(int argc, char **argv)
         test_tickets(argv[1]);
         test_close_in_flight(argv[1]);
     }
+    test_memory_is_registered(argv[1]);
     test_a_dying_ring(argv[1]);
     test_a_hundred_engines(argv[1]);
     return 0;
