@@ -72,7 +72,7 @@ def nvme(
         from infinity.bench.nvme_places import check_places
         from infinity.train.stopping import stop_request
 
-        resources.enter_context(stop_request(lambda _: None))
+        resources.enter_context(stop_request())
         settings = _settings(flags)
         _check_outputs(json_, plot)
         if tune:
