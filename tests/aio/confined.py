@@ -152,6 +152,22 @@ def as_nobody(directory: str) -> dict[str, Any]:
     return {kind: probe(Path(directory), kind).engine for kind in KINDS}
 
 
+def few_descriptors(directory: str) -> dict[str, Any]:
+    """Open engine after engine while there is room for the descriptors of one ring only, then none at all."""
+    file = open_direct(Path(directory) / "file", create=True)
+    sandbox.limit_descriptors(2)
+    engines = [open_engine("auto") for _ in range(3)]
+    answer = {"engines": [engine.name for engine in engines], "same": [moves_bytes(engine, file) for engine in engines]}
+    for kind in OPENERS:
+        try:
+            open_engine(kind).close()
+        except PlatformError as error:
+            answer[kind] = str(error)
+    for engine in engines:
+        engine.close()
+    return answer
+
+
 def several_engines(directory: str, number: str, limit: str) -> dict[str, Any]:
     """Two engines of each kind at once, each with files of its own, in one of several processes."""
     sandbox.limit_locked_memory(int(limit))
@@ -176,7 +192,8 @@ def several_engines(directory: str, number: str, limit: str) -> dict[str, Any]:
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     job.__name__: job
     for job in (
-        denied, little_locked_memory, files_of_six_pages, full_disk, large_sectors, as_nobody, several_engines
+        denied, little_locked_memory, files_of_six_pages, full_disk, large_sectors, as_nobody, few_descriptors,
+        several_engines,
     )
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import struct
 import subprocess
@@ -57,6 +58,13 @@ def limit_locked_memory(num_bytes: int) -> None:
 def limit_file_size(num_bytes: int) -> None:
     """Set RLIMIT_FSIZE; Python ignores the signal that goes with it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def limit_descriptors(num_more: int) -> None:
+    """Let the process open so many more files than it has open now."""
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    limit = highest + num_more  # the listing itself was the highest
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def mount_small_disk(kind: str, directory: Path, num_bytes: int, *, sector_bytes: int = 512) -> Path:

@@ -98,6 +98,17 @@ def test_an_ordinary_user() -> None:
         assert run_confined("as_nobody", directory) == {kind: kind for kind in KINDS}
 
 
+@needs_ring
+def test_too_few_descriptors_for_another_ring(tmp_path: Path) -> None:
+    """C27: where one more ring is refused threads, which need no descriptor, do its work; by name it is an error."""
+    answer = run_confined("few_descriptors", tmp_path)
+    assert answer["engines"] == ["uring", "threads", "threads"]
+    assert answer["same"] == [True, True, True]
+    assert "threads" not in answer
+    assert "Too many open files (errno 24)" in answer["uring"]
+    assert "ulimit -n" in answer["buffered"]
+
+
 def test_several_processes_with_several_engines(tmp_path: Path) -> None:
     """C27: four processes with two engines of each kind, under a memlock limit of 64 KiB, do not disturb each other."""
     paths = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
