@@ -45,6 +45,8 @@ def both_ways(name: str, effects: Mapping[int, Effect], *rest: object) -> list[C
 
 
 FOR_EVER = range(TRIES)
+NEARLY = {i: Fails(errno.EAGAIN) for i in range(TRIES - 1)}
+NEARLY_AGAIN = {i + TRIES: Fails(errno.EAGAIN) for i in range(TRIES - 2)}
 CASES = [
     *both_ways("EIO at once", {0: Fails(errno.EIO)}, errno.EIO, 0, "Input/output error"),
     *both_ways("EIO in the second piece", {1: Fails(errno.EIO)}, errno.EIO, PIECE, "Input/output error"),
@@ -52,6 +54,7 @@ CASES = [
     *both_ways("EAGAIN for ever", {i: Fails(errno.EAGAIN) for i in FOR_EVER}, errno.EAGAIN, 0, "lower aio.queue_depth"),
     *both_ways("EINTR in each piece", {0: Fails(errno.EINTR), 2: Fails(errno.EINTR)}),
     *both_ways("EINTR for ever", {i: Fails(errno.EINTR) for i in FOR_EVER}, errno.EINTR, 0, "Interrupted system call"),
+    *both_ways("EAGAIN nearly too often, short, and again", {**NEARLY, TRIES - 1: Moves(512), **NEARLY_AGAIN}),
     *both_ways("short, in blocks", {0: Moves(512), 1: Moves(PAGE), 3: Moves(1024)}),
     *both_ways("short, then EIO", {0: Moves(PAGE + 512), 1: Fails(errno.EIO)}, errno.EIO, PAGE + 512, "Input/output error"),
     *both_ways("short, interrupted, short", {0: Moves(512), 1: Fails(errno.EINTR), 2: Moves(512)}),
@@ -125,6 +128,7 @@ def test_faults_from_above(kind: str, file: DirectFile, fault: FaultKind, number
     error = error_of(engine, memory.read(file, 0) if op is Op.READ else memory.write(file, 0))
     assert error is not None
     assert error.errno == number
+    assert ("end of file" if fault is FaultKind.END else os.strerror(number)) in error.message
     assert f"{op.value} of {4 * PAGE - moved} bytes at offset {moved} of {file.path}" in error.message
     assert isinstance(error, SwapSpaceError) is (number == errno.ENOSPC)
     assert memory.map[:moved] == file.path.read_bytes()[:moved] == data[:moved]
