@@ -50,11 +50,19 @@ def test_all_but_plain_reads_and_writes_denied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [64 << 10, 8 << 20])
 def test_little_locked_memory(tmp_path: Path, limit: int) -> None:
-    """C25: with RLIMIT_MEMLOCK of 64 KiB or 8 MiB, binding for this user, every engine moves 16 MiB, registered or not."""
+    """C25: with RLIMIT_MEMLOCK of 64 KiB or 8 MiB, binding for this user, every engine moves 16 MiB, registered or not.
+
+    What does not fit the limit is not registered, and a note says so; what fits is.
+    """
     answer = run_confined("little_locked_memory", limit, tmp_path, 16 << 20, 1 << 20)
     assert answer.pop("probed") == KINDS[0]
     assert all(facts["same"] for facts in answer.values())
     assert not any(facts["buffers"] or facts["notes"] for name, facts in answer.items() if not name.startswith("uring"))
+    for size in (16 << 20, 1 << 20) if "uring" in KINDS else ():
+        facts = answer[f"uring {size}"]
+        assert facts["buffers"] is (size < limit)
+        assert len(facts["notes"]) == (0 if size < limit else 1)
+        assert all("ulimit -l" in note for note in facts["notes"])
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
