@@ -1,10 +1,11 @@
-"""Builds the two native parts: infinity._aio (C, liburing, cffi) and infinity._cpu_adam (C++17, SIMD, pybind11)."""
+"""Builds the native parts: infinity._aio (C, liburing, cffi), infinity._cpu_adam and infinity._crc32c (C++17, pybind11)."""
 
 from __future__ import annotations
 
 import importlib.util
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
@@ -24,19 +25,20 @@ def aio_modules() -> list[str]:
     return ["csrc/aio/build.py:ffibuilder"]
 
 
-def cpu_adam_modules() -> list[Pybind11Extension]:
-    """Return the Adam extension, compiled for the baseline CPU; the SIMD bodies carry their own target attributes."""
-    directory = HERE / "csrc" / "cpu_adam"
+def simd_module(name: str, compile_args: Sequence[str] = (), link_args: Sequence[str] = ()) -> Pybind11Extension:
+    """Return the extension of csrc/`name`, compiled for the baseline CPU; SIMD bodies carry their own target attributes."""
+    directory = HERE / "csrc" / name
     sources, headers = (sorted(str(path.relative_to(HERE)) for path in directory.glob(kind)) for kind in ("*.cpp", "*.h"))
-    return [
-        Pybind11Extension(
-            "infinity._cpu_adam", sources, depends=headers, cxx_std=17,
-            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
-            extra_link_args=["-pthread"],
-        )
-    ]  # fmt: skip
+    return Pybind11Extension(
+        f"infinity._{name}", sources, depends=headers, cxx_std=17,
+        extra_compile_args=["-O3", *compile_args], extra_link_args=list(link_args),
+    )  # fmt: skip
 
 
+extensions = [
+    simd_module("cpu_adam", ["-ffp-contract=off", "-fno-math-errno", "-pthread"], ["-pthread"]),
+    simd_module("crc32c"),
+]
 modules = aio_modules()
 # Without cffi, setuptools does not know its keyword.
-setup(ext_modules=cpu_adam_modules(), cmdclass={"build_ext": build_ext}, **({"cffi_modules": modules} if modules else {}))
+setup(ext_modules=extensions, cmdclass={"build_ext": build_ext}, **({"cffi_modules": modules} if modules else {}))

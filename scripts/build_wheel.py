@@ -23,7 +23,7 @@ EXPECTED_LIBRARIES = (
 TRIAL = """
 import sys
 from pathlib import Path
-import infinity, infinity._cpu_adam
+import infinity, infinity._cpu_adam, infinity._crc32c
 from infinity.aio.select import probe
 installed = Path(infinity.__file__).parent
 assert installed.is_relative_to(sys.argv[1]), installed
