@@ -5,7 +5,8 @@ InfinityError
 |- DoesNotFit                       3  needed against available per tier, and what would fit
 |- PlatformError                    4  native module missing, limits too low
 |- StorageError (OSError)           5  operation, path, offset, length, errno
-|  `- SwapSpaceError                   needed against free bytes
+|  |- SwapSpaceError                   needed against free bytes
+|  `- SwapCorruptionError          11  what was read is not what was written: file, offset, tile, both checksums
 |- OverBudget (MemoryError)         6  tier, asked, used, budget, largest holders
 |- CheckpointError                  7
 |  |- CheckpointIncomplete
@@ -70,6 +71,12 @@ class StorageError(InfinityError, OSError):
 
 class SwapSpaceError(StorageError):
     """A directory has not enough free space."""
+
+
+class SwapCorruptionError(StorageError):
+    """What was read from a swap file is not what was written there."""
+
+    exit_code = 11
 
 
 class OverBudget(InfinityError, MemoryError):
