@@ -28,6 +28,7 @@ class InfinitySection(Section):
         32  # steps without a finite gradient; a loss scale that is halved from 2^32 is at 1 by then
     )
     check: bool = False  # compare every rerun's outputs with the first run's, in bits
+    checksums: bool = True  # compare what is read from swap files with the CRC32C of what was written
     recompute: bool = False  # rerun also the units whose weights are resident
     units: Words = ()  # class names or name patterns of the modules that are units; empty: found by structure
     deterministic: bool = False

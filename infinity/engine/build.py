@@ -58,6 +58,7 @@ from infinity.optim.schedules import ScheduleKind, build_schedule
 from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan
 from infinity.states import Tier
+from infinity.store.checksums import open_checksums
 from infinity.store.extents import Shards
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store, open_store
@@ -202,6 +203,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         grad_element_bytes=ELEMENT_BYTES[grad_dtype],
         stripes=request.directories.stripes,
         adopt=request.adopted.run_paths[0] if request.adopted is not None else None,
+        checksums=open_checksums() if config.infinity.checksums and plan.uses_nvme else None,
     )
     resources.callback(store.close, keep=True)
     kernel = open_kernel(num_threads=config.infinity.adam_threads)

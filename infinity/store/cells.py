@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,6 +10,9 @@ from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool
 from infinity.states import Tier
+from infinity.store.checksums import Checksums
+from infinity.store.commit import checksum_key
+from infinity.store.directory import SWAP_NAME
 from infinity.store.extents import Extent, ExtentTable, ShardExtents
 from infinity.store.layout import ShardLayout
 from infinity.store.resident import NoBytes, ResidentBytes
@@ -49,6 +52,8 @@ class CellParts:
     pool: BufferPool | None
     ledger: Ledger
     pin: bool  # weights and gradients
+    checksums: Checksums | None
+    committed_checksums: Mapping[str, int]  # by `checksum_key`, of the checkpoint in place that is taken over
     resources: ExitStack
 
     def arena(self, owner: str, num_bytes: int, *, pin: bool) -> Buffer:
@@ -68,7 +73,8 @@ class CellParts:
         return SwappedBytes(
             self.io, extent, name, written=committed,
             before_write=_nothing if spilled else self.space.consume,
-            counters=("gradient_spill_bytes",) if spilled else (),
+            counters=("gradient_spill_bytes",) if spilled else (), checksums=self.checksums,
+            checksum=None if spilled else self.committed_checksums.get(checksum_key(SWAP_NAME, extent)),
         )  # fmt: skip
 
 
@@ -80,7 +86,7 @@ def build_cells(layout: ShardLayout, extents: ShardExtents, waiting_bytes: int, 
     tiles: list[ResidentTile | SwappedTile] = []
     position = 0
     for tile, extent in zip(layout.tiles, extents.tiles, strict=True):
-        name = f"tile {tile.index} of {layout.name}"
+        name = _tile_name(layout, tile.index)
         if extent is not None and parts.pool is not None:
             tiles.append(SwappedTile(parts.swapped(extent, name), parts.pool, name))
         elif arena is not None:
@@ -94,14 +100,22 @@ def build_cells(layout: ShardLayout, extents: ShardExtents, waiting_bytes: int, 
     )
 
 
-def resident_buffers(table: ExtentTable, cells: Sequence[ShardCells]) -> Iterator[tuple[Extent, Buffer]]:
-    """Yield what lives in RAM and where in `resident.bin` it goes."""
+def resident_buffers(table: ExtentTable, cells: Sequence[ShardCells]) -> Iterator[tuple[str, Extent, Buffer]]:
+    """Yield what lives in RAM: its name, where in `resident.bin` it goes, and where it is."""
     for extents, shard in zip(table.shards, cells, strict=True):
         if extents.weights is not None and isinstance(shard.weights, ResidentBytes):
-            yield extents.weights, shard.weights.buffer
-        for extent, tile in zip(extents.tiles, shard.tiles, strict=True):
+            yield _weights_name(shard.layout), extents.weights, shard.weights.buffer
+        for number, (extent, tile) in enumerate(zip(extents.tiles, shard.tiles, strict=True)):
             if extent is not None and isinstance(tile, ResidentTile):
-                yield extent, tile.buffer
+                yield _tile_name(shard.layout, number), extent, tile.buffer
+
+
+def _weights_name(layout: ShardLayout) -> str:
+    return f"weights of {layout.name}"
+
+
+def _tile_name(layout: ShardLayout, number: int) -> str:
+    return f"tile {number} of {layout.name}"
 
 
 def _nothing() -> None:

@@ -26,6 +26,7 @@ from infinity.store.shares import ShardShares
 from infinity.store.stripes import Stripe
 
 _FORMAT = "infinity-commit/2"
+CHECKSUMS = "checksums"  # key of the description
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Commit:
     stripes: tuple[Stripe, ...]  # of each run directory: the extents follow from them, whatever the devices do by now
     file_bytes: tuple[int, ...]  # of each swap file
     resident_bytes: int
+    checksums: Mapping[str, int]  # CRC32C of each extent by `checksum_key`, as far as they were known
     manifest: Mapping[str, object]  # the caller's own: counters, random state, ...
 
 
@@ -69,6 +71,11 @@ def describe_extents(swapped: ExtentTable, resident: ExtentTable, shards: Shards
         weights = _on_disk(on_disk.weights) or _in_ram(in_ram.weights)
         described.append({"name": layout.name, "weights": weights, "tiles": tiles})
     return described
+
+
+def checksum_key(file_name: str, extent: Extent) -> str:
+    """Return the key of an extent's checksum in `Commit.checksums`."""
+    return f"{file_name} {extent.file} {extent.offset}"
 
 
 def write_commit(
@@ -162,6 +169,7 @@ def _read(path: Path) -> Commit:
             stripes=tuple(Stripe(float(one["weight"]), one["limit_bytes"]) for one in content["stripes"]),
             file_bytes=tuple(content["file_bytes"]),
             resident_bytes=content["resident_bytes"],
+            checksums={str(name): int(value) for name, value in content.get(CHECKSUMS, {}).items()},
             manifest=content["manifest"],
         )
     except FileNotFoundError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from infinity.handles import Handle, Ready
 from infinity.memory.arena import Buffer
+from infinity.store.checksums import Part
 
 
 class ResidentBytes:
@@ -20,7 +22,9 @@ class ResidentBytes:
         _copy(into.part(0, length), self.buffer.part(offset, length))
         return Ready(None)
 
-    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
+    def write(
+        self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None, read_as: Sequence[Part] | None = None
+    ) -> Handle[None]:
         """Copy the first bytes of `source` over these from `offset`, to the end unless `num_bytes` is given."""
         length = self.buffer.num_bytes - offset if num_bytes is None else num_bytes
         _copy(self.buffer.part(offset, length), source.part(0, length))
@@ -33,7 +37,9 @@ class NoBytes:
     def read(self, into: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
         return Ready(None)
 
-    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
+    def write(
+        self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None, read_as: Sequence[Part] | None = None
+    ) -> Handle[None]:
         return Ready(None)
 
 

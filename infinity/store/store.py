@@ -21,9 +21,11 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, open_pool
 from infinity.states import Tier
 from infinity.store.cells import BytesCell, CellParts, ShardCells, build_cells, resident_buffers
-from infinity.store.commit import describe_extents, fingerprint, shares_to_json
-from infinity.store.directory import Removed
+from infinity.store.checksums import Checksums, require_checksum
+from infinity.store.commit import CHECKSUMS, checksum_key, describe_extents, fingerprint, shares_to_json
+from infinity.store.directory import RESIDENT_NAME, SWAP_NAME, Removed
 from infinity.store.extents import (
+    Extent,
     ExtentTable,
     Shards,
     gradient_window,
@@ -53,7 +55,8 @@ class Store:
 
     def __init__(
         self, *, shards: Shards, cells: Sequence[ShardCells], table: ExtentTable, grad_element_bytes: int, engine: Engine,
-        recorder: Recorder, space: SwapSpace, io: SwapIo, tile_slots: BufferPool | None, resources: ExitStack,
+        recorder: Recorder, space: SwapSpace, io: SwapIo, tile_slots: BufferPool | None, checksums: Checksums | None,
+        resources: ExitStack,
     ) -> None:  # fmt: skip
         self.num_tile_slots = tile_slots.num_slots if tile_slots else 0  # 0 when every tile is resident
         self.tile_buffer = tile_slots.buffer if tile_slots else None  # the memory of all slots
@@ -68,6 +71,7 @@ class Store:
         self._recorder = recorder
         self._space = space
         self._io = io
+        self._checksums = checksums
         self._resources = resources
 
     def fetch_tile(self, tile: Tile) -> Handle[TileLease]:
@@ -109,8 +113,13 @@ class Store:
 
         It takes the place of the shard's first sum.
         """
-        cells = self._shard(shard)
-        return cells.gradients.write(source, num_bytes=cells.layout.grad_bytes(self._grad_element_bytes))
+        cells, element_bytes = self._shard(shard), self._grad_element_bytes
+        windows = [gradient_window(tile, element_bytes) for tile in cells.layout.tiles]
+        return cells.gradients.write(
+            source,
+            num_bytes=cells.layout.grad_bytes(element_bytes),
+            read_as=[(window.offset, window.num_bytes) for window in windows],
+        )
 
     def fetch_gradients(self, tile: Tile, into: Buffer) -> Handle[None]:
         """Read the pages of the tile's gradients into `into`; `extents.gradient_window` says where in them they begin."""
@@ -160,7 +169,8 @@ class Store:
         num_bytes = self._resident_table.file_bytes[0]
         if num_bytes:
             self._write_resident(path, num_bytes)
-        self._space.commit(description=self.describe(), resident_bytes=num_bytes, manifest=manifest)
+        description = {**self.describe(), CHECKSUMS: self._committed_checksums()}
+        self._space.commit(description=description, resident_bytes=num_bytes, manifest=manifest)
 
     def close(self, *, keep: bool = False) -> None:
         """End all I/O, give the memory back and remove the run directories. Closing twice is fine, also after an error.
@@ -194,12 +204,23 @@ class Store:
                     f"The weights of {cells.layout.name} were never published; there is nothing to commit."
                 )
 
+    def _committed_checksums(self) -> dict[str, int]:
+        """Return the checksums of everything that a checkpoint in place holds, as far as they are known."""
+        if self._checksums is None:
+            return {}
+        found = {checksum_key(SWAP_NAME, cell.extent): cell.checksum for cell in self._swapped()}
+        for _, extent, buffer in self._resident_buffers():
+            found[checksum_key(RESIDENT_NAME, extent)] = self._checksums.of(buffer.address, extent.num_bytes)
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _resident_buffers(self) -> Iterator[tuple[str, Extent, Buffer]]:
+        return resident_buffers(self._resident_table, tuple(self._cells.values()))
+
     def _write_resident(self, path: Path, num_bytes: int) -> None:
         file = create_swap_file(path, num_bytes)
         try:
             io = SwapIo(self._engine, [file], self._recorder)
-            buffers = resident_buffers(self._resident_table, tuple(self._cells.values()))
-            AllOf([io.write(extent, buffer) for extent, buffer in buffers]).wait()
+            AllOf([io.write(extent, buffer) for _, extent, buffer in self._resident_buffers()]).wait()
             file.sync()
         except StorageError:
             path.unlink(missing_ok=True)
@@ -221,6 +242,7 @@ def open_store(
     grad_element_bytes: int,
     stripes: Sequence[Stripe] | None = None,
     adopt: Path | None = None,
+    checksums: Checksums | None = None,
 ) -> Store:
     """Reserve all memory and disk that the shards need, and return the store. On any error nothing is left behind.
 
@@ -229,10 +251,13 @@ def open_store(
     the checkpoint in place in that run directory is taken over: `directories`, `run_name` and `stripes` are not used, every
     state is as committed, and `shards` must be those of the commit (`commit.read_commit` returns its shares and manifest).
 
+    With `checksums` everything that is read from swap files is compared with what was written; without, nothing is.
+
     Raises StorageError for an unfit directory, SwapSpaceError, OverBudget, ConfigError for a bad run name or no directory,
-    and with `adopt` CheckpointIncomplete and CheckpointMismatch.
+    and with `adopt` CheckpointIncomplete, CheckpointMismatch and SwapCorruptionError.
     """
     with ExitStack() as resources:
+        committed_checksums: Mapping[str, int] = {}
         if adopt is None:
             equal = [Stripe(1.0)] * max(1, len(directories))
             table = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=stripes or equal)
@@ -245,20 +270,21 @@ def open_store(
                     f"{adopt} holds a checkpoint of another model, precision, tile size or placement.",
                     remedy="Resume with the settings that it was written with.",
                 )
+            committed_checksums = commit.checksums
         io = SwapIo(engine, space.files, recorder)
         engine.register(files=space.files)
         resources.callback(engine.unregister, files=space.files)
         pool = _open_slots(table, num_tile_slots, ledger=ledger, resources=resources)
-        parts = CellParts(io, space, pool, ledger, pin, resources)
+        parts = CellParts(io, space, pool, ledger, pin, checksums, committed_checksums, resources)
         cells = [
             build_cells(layout, extents, waiting_bytes(layout, shares, grad_element_bytes), parts)
             for (layout, shares), extents in zip(shards, table.shards, strict=True)
         ]
         if adopt is not None:
-            _read_resident(shards, cells, space, engine, recorder)
+            _read_resident(shards, cells, parts, engine, recorder)
         return Store(
             shards=shards, cells=cells, table=table, grad_element_bytes=grad_element_bytes, engine=engine, recorder=recorder,
-            space=space, io=io, tile_slots=pool, resources=resources.pop_all(),
+            space=space, io=io, tile_slots=pool, checksums=checksums, resources=resources.pop_all(),
         )  # fmt: skip
 
 
@@ -277,17 +303,23 @@ def _close_pool(pool: BufferPool) -> None:
 
 
 def _read_resident(
-    shards: Shards, cells: Sequence[ShardCells], space: SwapSpace, engine: Engine, recorder: Recorder
+    shards: Shards, cells: Sequence[ShardCells], parts: CellParts, engine: Engine, recorder: Recorder
 ) -> None:
     table = plan_resident_extents(shards)
     if not any(table.file_bytes):
         return
-    file = open_direct(space.resident_path(), create=False)
+    path = parts.space.resident_path()
+    file = open_direct(path, create=False)
     try:
         io = SwapIo(engine, [file], recorder)
-        AllOf([io.read(extent, buffer) for extent, buffer in resident_buffers(table, cells)]).wait()
+        AllOf([io.read(extent, buffer) for _, extent, buffer in resident_buffers(table, cells)]).wait()
     finally:
         file.close()
+    for name, extent, buffer in resident_buffers(table, cells):
+        expected = parts.committed_checksums.get(checksum_key(RESIDENT_NAME, extent))
+        if parts.checksums is not None and expected is not None:
+            num_bytes, offset = extent.num_bytes, extent.offset
+            require_checksum(parts.checksums, expected, buffer.address, num_bytes, path=path, offset=offset, name=name)
 
 
 def _buffer_of(cell: BytesCell) -> Buffer | None:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
+from pathlib import Path
 
 from infinity.aio.engine import Engine
 from infinity.aio.files import DirectFile
@@ -14,6 +15,7 @@ from infinity.errors import IllegalTransition, StorageError
 from infinity.handles import Handle, Ready
 from infinity.memory.arena import Buffer
 from infinity.states import Lifecycle
+from infinity.store.checksums import CheckedRead, Checksums, Part, PartChecksums
 from infinity.store.extents import Extent
 from infinity.store.failures import NamedHandle, SwapFailures
 from infinity.telemetry.recorder import Recorder
@@ -53,6 +55,10 @@ class SwapIo:
             self._recorder.count(name, extent.num_bytes)
         return self._submit(Op.WRITE, extent, source)
 
+    def path_of(self, extent: Extent) -> Path:
+        """Return the path of the file that holds the extent."""
+        return self.files[extent.file].path
+
     def close(self) -> None:
         """Take no more requests."""
         self._lifecycle.to(IoState.CLOSED)
@@ -82,7 +88,9 @@ class SwappedBytes:
     """The bytes of one extent. Safe to use from any thread.
 
     A read waits for the write before it and a write for the reads and the write before it, inside the call. After a failed
-    write the extent's bytes are undefined: every later use raises that write's error.
+    write the extent's bytes are undefined: every later use raises that write's error. With `checksums`, what is read is
+    compared with what was written, or with `checksum` where a checkpoint in place says what the whole extent's is; the
+    handle of a read raises SwapCorruptionError.
     """
 
     def __init__(
@@ -94,10 +102,13 @@ class SwappedBytes:
         written: bool,
         before_write: Callable[[], None],
         counters: Sequence[str] = (),
+        checksums: Checksums | None = None,
+        checksum: int | None = None,
     ) -> None:
         self.extent = extent
+        self.name = name
         self._io = io
-        self._name = name
+        self._sums = PartChecksums(checksums, {} if checksum is None else {(0, extent.num_bytes): checksum})
         self._before_write = before_write
         self._counters = tuple(counters)
         self._lock = threading.Lock()
@@ -112,18 +123,30 @@ class SwappedBytes:
         with self._lock:
             self._settle()
             if self._last_write is None:
-                raise IllegalTransition(f"{self._name}: read before anything was written.")
-            handle = self._io.read(self._part(offset, num_bytes), into)
+                raise IllegalTransition(f"{self.name}: read before anything was written.")
+            extent = self._part(offset, num_bytes)
+            handle = self._io.read(extent, into)
             self._reads = [read for read in self._reads if not read.done()] + [handle]
-            return handle
+            part = (offset, extent.num_bytes)
+            expected = self._sums.get(part)
+            return handle if expected is None else CheckedRead(handle, lambda: self._check(part, expected, into))
 
-    def write(self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None) -> Handle[None]:
-        """Write whole pages, from `offset` in the extent to its end unless `num_bytes` is given."""
+    def write(
+        self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None, read_as: Sequence[Part] | None = None
+    ) -> Handle[None]:
+        """Write whole pages, from `offset` in the extent to its end unless `num_bytes` is given.
+
+        `read_as` are the parts of the extent that will be read, unless what is written is read as a whole; reads of other
+        parts are not checked.
+        """
         with self._lock:
             self._settle()
             self._finish_reads()
             self._before_write()
-            self._last_write = self._io.write(self._part(offset, num_bytes), source, counters=self._counters)
+            extent = self._part(offset, num_bytes)
+            part = (offset, extent.num_bytes)
+            self._last_write = self._io.write(extent, source, counters=self._counters)
+            self._sums.record(source.address, part, (part,) if read_as is None else read_as)  # beside the write in flight
             return self._last_write
 
     def settle(self) -> None:
@@ -139,6 +162,12 @@ class SwappedBytes:
                 self._settle()
 
     @property
+    def checksum(self) -> int | None:
+        """The checksum of the whole extent; None where it is not known."""
+        with self._lock:
+            return self._sums.get((0, self.extent.num_bytes))
+
+    @property
     def written(self) -> bool:
         """Whether a write was ever begun."""
         return self._last_write is not None
@@ -147,9 +176,13 @@ class SwappedBytes:
         length = self.extent.num_bytes - offset if num_bytes is None else num_bytes
         if offset + length > self.extent.num_bytes:
             raise IllegalTransition(
-                f"{self._name}: {length} bytes from offset {offset} are not inside its {self.extent.num_bytes} bytes."
+                f"{self.name}: {length} bytes from offset {offset} are not inside its {self.extent.num_bytes} bytes."
             )
         return Extent(self.extent.file, self.extent.offset + offset, length)
+
+    def _check(self, part: Part, expected: int, found: Buffer) -> None:
+        path, offset = self._io.path_of(self.extent), self.extent.offset + part[0]
+        self._sums.check(part, expected, found.address, path=path, offset=offset, name=self.name)
 
     def _settle(self) -> None:
         if self._last_write is not None:

@@ -55,6 +55,7 @@ FIELDS: dict[str, object] = {
     "infinity.grad_dtype": "fp32",
     "infinity.max_skipped_in_a_row": 8,
     "infinity.check": True,
+    "infinity.checksums": False,
     "infinity.recompute": True,
     "infinity.units": ["Block"],
     "infinity.deterministic": True,

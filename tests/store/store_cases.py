@@ -14,6 +14,7 @@ from infinity.handles import Handle
 from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.states import Tier
+from infinity.store.checksums import open_checksums
 from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout
 from infinity.store.shares import ShardShares
 from infinity.store.store import Store, open_store
@@ -75,11 +76,12 @@ def make_store(
     num_tile_slots: int = 3,
     stripes: Sequence[Stripe] | None = None,
     adopt: Path | None = None,
+    checksums: bool = True,
 ) -> Store:
     return open_store(
         directories=directories, engine=engine, ledger=ledger or Ledger({}), recorder=recorder or Recorder(),
         run_name=run_name, pin=False, num_tile_slots=num_tile_slots, shards=shards, grad_element_bytes=2,
-        stripes=stripes, adopt=adopt,
+        stripes=stripes, adopt=adopt, checksums=open_checksums() if checksums else None,
     )  # fmt: skip
 
 
