@@ -6,7 +6,7 @@ InfinityError
 |- PlatformError                    4  native module missing, limits too low
 |- StorageError (OSError)           5  operation, path, offset, length, errno
 |  |- SwapSpaceError                   needed against free bytes
-|  `- SwapCorruptionError          11  what was read is not what was written: file, offset, tile, both checksums
+|  `- SwapCorruptionError          12  what was read is not what was written: file, offset, tile, both checksums
 |- OverBudget (MemoryError)         6  tier, asked, used, budget, largest holders
 |- CheckpointError                  7
 |  |- CheckpointIncomplete
@@ -76,7 +76,7 @@ class SwapSpaceError(StorageError):
 class SwapCorruptionError(StorageError):
     """What was read from a swap file is not what was written there."""
 
-    exit_code = 11
+    exit_code = 12
 
 
 class OverBudget(InfinityError, MemoryError):

@@ -46,23 +46,33 @@ def fill_module(module: nn.Module, name: str) -> None:
             fill_reproducibly(f"{name}.{attribute}", parameter)
 
 
-def main() -> None:
-    """Train for `--steps` steps and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def job_options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what the job needs to know."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--nvme", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--blocks", type=int, default=NUM_BLOCKS)
     parser.add_argument("--cpu-memory", required=True)
     parser.add_argument("--device", choices=("auto", "nvme"), required=True, help="of optimizer state and parameters")
-    arguments = parser.parse_args()
+    return parser
 
+
+def open_job(arguments: argparse.Namespace) -> infinity.Engine:
+    """Return the engine that trains the job."""
     with torch.device("meta"):
         model = Job(arguments.blocks).bfloat16()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = configuration(arguments)
+    return infinity.initialize(model=model, config=configuration(arguments), init=fill_module).engine
+
+
+def main() -> None:
+    """Train for `--steps` steps and print the report."""
+    parser = job_options(__doc__)
+    parser.add_argument("--steps", type=int, required=True)
+    arguments = parser.parse_args()
+
     rows, target = fixed_batch()
-    with infinity.initialize(model=model, config=config, init=fill_module).engine as engine:
-        notes = {"infinity": infinity.__version__, "torch": torch.__version__, "configuration": config}
+    with open_job(arguments) as engine:
+        num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+        notes = {"infinity": infinity.__version__, "torch": torch.__version__, "configuration": configuration(arguments)}
         report = run_steps(arguments.steps, lambda: engine.train_batch([(rows, target)]).loss, num_parameters, notes)
         engine.synchronize()
     print_report(report)

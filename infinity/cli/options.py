@@ -27,6 +27,7 @@ KEYS = {
     "offload_params": ("--offload-params", "zero_optimization.offload_param.device"),
     "schedule": ("--schedule", "infinity.schedule"),
     "check": ("--check", "infinity.check"),
+    "checksums": ("--checksums", "infinity.checksums"),
 }
 
 _JOB, _STEP, _PLACES, _LEFT = "The job", "One step", "Memory and disk", "What is left on disk"
@@ -92,7 +93,7 @@ Precision = Annotated[
     _option(_STEP, "--precision", "Of weights.", "bf16|fp32", "bf16 where the machine has it"),
 ]
 Schedule = Annotated[str | None, _option(_STEP, "--schedule", "Order of work.", "vertical|horizontal", "vertical")]
-Check = Annotated[bool, _option(_STEP, "--check", "Compare every rerun's outputs with the first run's, in bits.")]
+Check = Annotated[bool | None, _option(_STEP, "--check", "Compare every rerun's outputs with the first run's, in bits.")]
 
 _TIERS = "auto|gpu|cpu|nvme"
 Nvme = Annotated[list[str] | None, _option(_PLACES, "--nvme", "Directory on a local SSD; repeatable: striped.", "DIR")]
@@ -100,6 +101,9 @@ CpuMemory = Annotated[str | None, _option(_PLACES, "--cpu-memory", "RAM budget, 
 GpuMemory = Annotated[str | None, _option(_PLACES, "--gpu-memory", "GPU budget, such as 20GiB.", "SIZE", "what is free")]
 OffloadOptimizer = Annotated[str | None, _option(_PLACES, "--offload-optimizer", "Tier of optimizer state. [auto]", _TIERS)]
 OffloadParams = Annotated[str | None, _option(_PLACES, "--offload-params", "Tier of the weights. [auto]", _TIERS)]
+Checksums = Annotated[
+    bool | None, _option(_PLACES, "--checksums/--no-checksums", "Check what is read from NVMe with CRC32C.", default="on")
+]
 
 OutputDir = Annotated[Path | None, _place(_LEFT, "--output", "Directory of the run.", "DIR", "runs/<model>-<date>-<time>")]
 CheckpointEvery = Annotated[

@@ -42,11 +42,12 @@ def train(
     grad_clip: o.GradClip = None,
     precision: o.Precision = None,
     schedule: o.Schedule = None,
-    check: o.Check = False,
+    check: o.Check = None,
     cpu_memory: o.CpuMemory = None,
     gpu_memory: o.GpuMemory = None,
     offload_optimizer: o.OffloadOptimizer = None,
     offload_params: o.OffloadParams = None,
+    checksums: o.Checksums = None,
     output: o.OutputDir = None,
     checkpoint_every: o.CheckpointEvery = None,
     keep: o.Keep = 2,
@@ -92,7 +93,7 @@ def _layers(config: Path | None, assignments: Sequence[str], flags: Mapping[str,
     layers += [set_layer(assignment) for assignment in assignments]
     for name, (flag, key) in o.KEYS.items():
         value = flags[name]
-        if value is not None and value is not False:
+        if value is not None:
             layers.append(flag_layer(flag, key, _precision(value) if name == "precision" else value))
     return layers
 

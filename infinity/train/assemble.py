@@ -13,6 +13,7 @@ from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
 from infinity.optim.kernel import choose_kernel
 from infinity.placement import Plan
+from infinity.store.checksums import checksum_kernels
 from infinity.train.preflight import STATE_BYTES_PER_PARAMETER, Checked
 from infinity.train.reporter import Reporter, Row
 from infinity.train.summary import io_words
@@ -114,6 +115,10 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
     ]
     if checked.probe is not None:
         rows.append(Row("engine", f"{checked.probe.engine}, {'direct' if checked.probe.direct else 'buffered'}"))
+        checksums = (
+            f"CRC32C ({checksum_kernels()[0]}) of what is read from NVMe" if checked.config.infinity.checksums else "off"
+        )
+        rows.append(Row("checksums", checksums))
     return tuple(rows)
 
 

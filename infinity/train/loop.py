@@ -228,6 +228,7 @@ class Loop:
             engine=checked.probe.engine if checked.probe else "none",
             registered_files=self._engine.io.registered_files,
             registered_buffers=self._engine.io.registered_buffers,
+            checksums=checked.probe is not None and checked.config.infinity.checksums,
             precision="bf16" if checked.config.bf16.enabled else "fp32",
             resumed_from=str(checked.resume_from) if checked.resume_from else None,
             checkpoint=self._saved[1] if self._saved else None,

@@ -80,6 +80,7 @@ class Summary:
     engine: str  # of reads and writes; "none" without NVMe
     registered_files: bool  # with that engine
     registered_buffers: bool
+    checksums: bool  # whether what was read from NVMe was compared with what was written
     precision: str
     resumed_from: str | None
     checkpoint: str | None  # the last one that was written

@@ -49,7 +49,7 @@ def test_a_flipped_bit_between_steps_ends_training(nvme: Path, stores: list[Stor
         words = f"{name} of {shard['name']}, {where['length']} bytes at offset {where['offset']}, is not what was written"
         with pytest.raises(SwapCorruptionError, match=rf"swap\.bin: {words}") as caught:
             step()
-        assert caught.value.exit_code == 11
+        assert caught.value.exit_code == 12
         with pytest.raises(IllegalTransition):
             step()
     assert list(nvme.iterdir()) == []

@@ -82,7 +82,7 @@ def test_a_flipped_bit_of_a_tile_is_found_wherever_it_is(tmp_path: Path, engine:
         for _ in range(2):
             with pytest.raises(SwapCorruptionError, match=words) as caught:
                 handle.wait()
-        assert caught.value.exit_code == 11
+        assert caught.value.exit_code == 12
         flip(path, offset + byte, number % 8)
     assert_same_bytes(read_store(store, shards), expected)  # the only slot came back each time
     store.close()
