@@ -207,6 +207,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     )
     resources.callback(store.close, keep=True)
     kernel = open_kernel(num_threads=config.infinity.adam_threads)
+    slots = open_weight_slots(plan, ledger, compute, pin, resources)  # given back when the stream fills none any more
     stream = open_update_stream(
         store=store,
         shards=placed,
@@ -218,7 +219,6 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         policy=IoPolicy(config.infinity.io_policy),
     )
     resources.callback(stream.close)
-    slots = open_weight_slots(plan, ledger, compute, pin, resources)
     gradient_slots = open_gradient_slots(plan, ledger, pin, resources)
     register_io_buffers(io_engine, store, stream, slots, gradient_slots, placed, resources)
     if request.adopted is None:
