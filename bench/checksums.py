@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from random import Random
 from statistics import mean, median
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 from compare_deepspeed import SETTINGS, WORKERS, run_worker
 from provenance import ROOT, describe_directory, markdown_table, write_results
 
+from infinity.bench.spread import bootstrap_interval
 from infinity.store.checksums import checksum_kernels, open_checksums
 
 SETTING = next(setting for setting in SETTINGS if setting.name == "infinity 1 GiB, all on NVMe")
 MOST_SLOWER = 1.03  # the promise: step time with checksums over step time without
 SIZES = {"in a core's cache": 256 << 10, "a tile of 8 MiB": 8 << 20, "in memory": 1 << 30}
-RESAMPLES = 10_000
 
 
 def train(nvme: Path, pairs: int, steps: int) -> dict[str, Any]:
@@ -35,13 +34,6 @@ def ratios(phases: list[dict[str, Any]], key: str) -> list[float]:
     """Return, for each pair of phases, the mean with checksums over the mean without."""
     values = {(phase["pair"], phase["on"]): mean(phase[key]) for phase in phases}
     return [values[pair, True] / values[pair, False] for pair in sorted({pair for pair, _ in values})]
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median."""
-    random = Random(0)
-    medians = sorted(median(random.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
 def kernel_rates(seconds: float = 0.5) -> list[dict[str, Any]]:
@@ -97,7 +89,7 @@ def main() -> int:
     steps = {}
     for words, key, promised in (("step seconds", "step_seconds", True), ("CPU seconds of a step", "cpu_seconds", False)):
         of_pairs = ratios(report["phases"], key)
-        low, high = interval(of_pairs)
+        low, high = bootstrap_interval(of_pairs)
         of_mode = {
             on: median(value for phase in report["phases"] if phase["on"] is on for value in phase[key])
             for on in (True, False)
