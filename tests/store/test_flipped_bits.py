@@ -28,7 +28,7 @@ from infinity.errors import StorageError, SwapCorruptionError
 from infinity.handles import Promise, Ready
 from infinity.memory.arena import Buffer
 from infinity.store.checksums import CheckedRead
-from infinity.store.commit import read_commit
+from infinity.store.commit import find_resident, read_commit
 from infinity.store.extents import gradient_window, plan_extents, sum_bytes
 from infinity.store.layout import ShardLayout, Tile
 from infinity.store.store import Store
@@ -46,10 +46,13 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def place_of(store: Store, shard: int, tile: int | None = None) -> tuple[Path, int, int]:
-    """Return file, offset and length of a shard's weights, or of a tile of it."""
+    """Return file, offset and length of a shard's weights, or of a tile of it; of what is resident once committed."""
     described = store.describe()["shards"][shard]  # type: ignore[index]
     where = described["weights"] if tile is None else described["tiles"][tile]
-    return store.directories[where["directory"]] / where["file"], where["offset"], where["length"]
+    resident = find_resident(store.directories)
+    path = store.directories[where["directory"]] / where["file"] if "directory" in where else resident
+    assert path is not None
+    return path, where["offset"], where["length"]
 
 
 def bytes_of(tile: Tile) -> dict[str, int]:
