@@ -121,7 +121,7 @@ def pair(op: Op, ours: OurSide, theirs: TheirSide, target: Target) -> tuple[Pair
     def measure(side: OurSide | TheirSide, setting: Setting) -> Measurement:
         seconds = side.seconds(setting, op)
         target.file.sync()
-        return Measurement(target.file_bytes / seconds)
+        return Measurement(target.file_bytes / seconds, target.file_bytes)
 
     return Pairs(op.value, LEAST, lambda: measure(ours, best["ours"]), lambda: measure(theirs, best["theirs"])), best
 

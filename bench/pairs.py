@@ -14,10 +14,11 @@ from infinity.bench.spread import bootstrap_interval
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one side: bytes per second, and CPU seconds per GB."""
+    """One run of one side; `cpu_seconds` is None where it was not measured."""
 
     bytes_per_second: float
-    cpu_seconds_per_gb: float = 0.0
+    num_bytes: int
+    cpu_seconds: float | None = None
 
 
 @dataclass
@@ -40,10 +41,6 @@ class Pairs:
     @property
     def ratios(self) -> list[float]:
         return [a.bytes_per_second / b.bytes_per_second for a, b in zip(self.ours, self.theirs, strict=True)]
-
-    @property
-    def cpu_ratios(self) -> list[float]:
-        return [a.cpu_seconds_per_gb / b.cpu_seconds_per_gb for a, b in zip(self.ours, self.theirs, strict=True)]
 
     @property
     def control_ratios(self) -> list[float]:
@@ -71,10 +68,16 @@ class Pairs:
             "interval": bootstrap_interval(self.ratios),
             "verdict": self.verdict,
             "control": self.control_ratios,
-            "cpu_ratio": median(self.cpu_ratios) if self.theirs[0].cpu_seconds_per_gb else None,
+            "cpu_seconds_per_gb": {"ours": cpu_seconds_per_gb(self.ours), "theirs": cpu_seconds_per_gb(self.theirs)},
             "ours": [asdict(measurement) for measurement in self.ours],
             "theirs": [asdict(measurement) for measurement in self.theirs],
         }
+
+
+def cpu_seconds_per_gb(side: list[Measurement]) -> float | None:
+    """Return the CPU time per GB over all runs of a side, for that of a single run is a few ticks of the clock."""
+    seconds = [measurement.cpu_seconds for measurement in side if measurement.cpu_seconds is not None]
+    return sum(seconds) / (sum(measurement.num_bytes for measurement in side) / 1e9) if seconds else None
 
 
 def measure_until_decided(jobs: list[Pairs], least_pairs: int, seconds_left: Callable[[], float]) -> None:

@@ -1,4 +1,9 @@
-"""The same job for fio: its command, its JSON, and what the process cost; https://fio.readthedocs.io."""
+"""The same job for fio: its command and its JSON; https://fio.readthedocs.io.
+
+[Note: fio's buffers] fio takes its buffers from malloc. On small pages a block of 1 MiB reaches the disk in many segments,
+which costs it up to half of its speed, so glibc is asked for huge pages (2.35 and newer know the tunable): infinity's
+buffers are on huge pages, too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from typing import Any
 from infinity.bench.nvme_jobs import Job, Traffic
 from infinity.errors import PlatformError, StorageError
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _DIRECTIONS = {Traffic.READ: "read", Traffic.WRITE: "write", Traffic.MIXED: "rw"}
 
 
@@ -40,11 +46,11 @@ class FioRun:
     latency_p50_us: float
     latency_p99_us: float
     latency_max_us: float
-    cpu_seconds: float  # of the process and the children it waited for, user and kernel
+    cpu_seconds: float  # of the thread that runs the job, user and kernel, without starting and ending
 
-    def cpu_seconds_per_gb(self, start_up_cpu_seconds: float) -> float:
-        """Return the CPU time per GB without that of starting and ending the process."""
-        return max(0.0, self.cpu_seconds - start_up_cpu_seconds) / (self.num_bytes / 1e9)
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        return self.cpu_seconds / (self.num_bytes / 1e9)
 
 
 class Fio:
@@ -58,25 +64,19 @@ class Fio:
     def run(self, job: Job, engine: FioEngine, seconds: float, *, with_latency: bool = True) -> FioRun:
         """Run a job for a time. Raises StorageError with fio's last line when it fails."""
         limits = ["--time_based=1", f"--runtime={round(seconds * 1000)}ms"]
-        return self._run(job, engine, [*limits, *([] if with_latency else ["--gtod_reduce=1"])])
-
-    def start_up_cpu_seconds(self, job: Job, engine: FioEngine) -> float:
-        """Return the CPU time of a run of a single block: what starting, its buffers and ending cost."""
-        return self._run(job, engine, ["--number_ios=1"]).cpu_seconds
-
-    def _run(self, job: Job, engine: FioEngine, options: Sequence[str]) -> FioRun:
-        command = [self._program, *self._options(job), f"--ioengine={engine.name}", *engine.options, *options]
-        status, output, cpu_seconds = _run_process(command)
-        if status:
-            last = output.strip().rpartition("\n")[2]
+        limits += [] if with_latency else ["--gtod_reduce=1"]
+        command = [self._program, *self._options(job), f"--ioengine={engine.name}", *engine.options, *limits]
+        done = _run_process(command)
+        if done.returncode:
+            last = done.stdout.strip().rpartition("\n")[2]
             raise StorageError(f"fio failed with {engine.name} ({last}).", remedy=f"Try it by hand: {' '.join(command)}")
-        return parse_report(output, job, cpu_seconds)
+        return parse_report(done.stdout, job)
 
     def _options(self, job: Job) -> list[str]:
         direction = _DIRECTIONS[job.traffic]
         return [
             "--name=job", "--output-format=json", "--direct=1", "--randrepeat=0", "--norandommap=1",
-            "--allow_file_create=0", "--unified_rw_reporting=1", "--thread=1",
+            "--allow_file_create=0", "--unified_rw_reporting=1", "--thread=1", "--scramble_buffers=0",
             f"--filename={str(self._file).replace(':', chr(92) + ':')}", f"--size={self._file_bytes}",
             f"--rw={'rand' + direction if job.is_random else direction}", f"--bs={job.block_bytes}",
             f"--iodepth={job.queue_depth}",
@@ -94,7 +94,7 @@ def find_fio() -> str:
     return program
 
 
-def parse_report(text: str, job: Job, cpu_seconds: float = 0.0) -> FioRun:
+def parse_report(text: str, job: Job) -> FioRun:
     """Return what fio's JSON says of a job. Raises StorageError when it reports an error or is no report."""
     try:
         # Warnings may stand before and after the report, on the same stream.
@@ -107,7 +107,7 @@ def parse_report(text: str, job: Job, cpu_seconds: float = 0.0) -> FioRun:
             latency_p50_us=percentiles.get("50.000000", 0) / 1e3,
             latency_p99_us=percentiles.get("99.000000", 0) / 1e3,
             latency_max_us=moved["clat_ns"]["max"] / 1e3,
-            cpu_seconds=cpu_seconds,
+            cpu_seconds=(report["usr_cpu"] + report["sys_cpu"]) / 100 * report["job_runtime"] / 1e3,
         )
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise StorageError(f"fio gave no report that can be read for {job}.", remedy="Use fio 3.1 or newer.") from error
@@ -116,17 +116,10 @@ def parse_report(text: str, job: Job, cpu_seconds: float = 0.0) -> FioRun:
     return run
 
 
-def _run_process(command: Sequence[str]) -> tuple[int, str, float]:
-    """Run a program; return its exit code, what it printed, and its CPU time with that of its children."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output = process.stdout.read() if process.stdout else ""
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            process.wait()
-        if process.stdout:
-            process.stdout.close()
-    return process.returncode, output, usage.ru_utime + usage.ru_stime
+def _run_process(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run fio with its buffers on huge pages, see [Note: fio's buffers]; it is killed when this is interrupted."""
+    tunables = ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), _HUGE_PAGES)))
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        env={**os.environ, "GLIBC_TUNABLES": tunables},
+    )  # fmt: skip

@@ -121,7 +121,7 @@ def result_of(job: Job, engine: str, facts: EngineFacts, measured: Measured) -> 
     return Result(row, detail)
 
 
-def fio_row(job: Job, engine: FioEngine, runs: Sequence[FioRun], start_up_cpu_seconds: float) -> Row:
+def fio_row(job: Job, engine: FioEngine, runs: Sequence[FioRun]) -> Row:
     """Return the row of several runs of fio: medians, and the longest latency of all."""
     rates = [run.bytes_per_second for run in runs]
     return Row(
@@ -136,7 +136,7 @@ def fio_row(job: Job, engine: FioEngine, runs: Sequence[FioRun], start_up_cpu_se
         latency_p50_us=median(run.latency_p50_us for run in runs),
         latency_p99_us=median(run.latency_p99_us for run in runs),
         latency_max_us=max(run.latency_max_us for run in runs),
-        cpu_seconds_per_gb=median(run.cpu_seconds_per_gb(start_up_cpu_seconds) for run in runs),
+        cpu_seconds_per_gb=median(run.cpu_seconds_per_gb for run in runs),
         registered_buffers=engine.registers,
         registered_files=engine.registers,
     )

@@ -66,10 +66,9 @@ class NvmeBench:
             return []
         fio_engine = URING if engine == "uring" else LIBAIO
         self._observer.phase(f"fio {fio_engine.name}, {job}")
-        start_up = self._fio.start_up_cpu_seconds(job, fio_engine)
         seconds = self._settings.seconds / _NUM_FIO_RUNS
         runs = [self._fio.run(job, fio_engine, seconds) for _ in range(_NUM_FIO_RUNS)]
-        row = fio_row(job, fio_engine, runs, start_up)
+        row = fio_row(job, fio_engine, runs)
         self._observer.row(row)
         return [row]
 

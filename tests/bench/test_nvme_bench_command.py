@@ -98,7 +98,8 @@ def test_the_ring_says_what_it_registered(disk: Path, tmp_path: Path) -> None:
 
 def test_fio_stands_beside_it_in_the_same_form(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of fio have the same keys and the engine "fio:<engine>"."""
-    report = {"jobs": [{"error": 0, "mixed": {"io_bytes": 10**9, "bw_bytes": 10**9, "clat_ns": {"max": 7000}}}]}
+    moved = {"io_bytes": 10**9, "bw_bytes": 10**9, "clat_ns": {"max": 7000}}
+    report = {"jobs": [{"error": 0, "mixed": moved, "usr_cpu": 1.0, "sys_cpu": 1.0, "job_runtime": 1000}]}
     stand_in = tmp_path / "bin" / "fio"
     stand_in.parent.mkdir()
     stand_in.write_text(f"#!/bin/sh\ncat <<'E'\n{json.dumps(report)}\nE\n")
