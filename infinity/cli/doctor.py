@@ -24,7 +24,7 @@ _Nvme = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red", "fails": "bold red"}
-_STATE_WIDTH, _NAME_WIDTH = 9, 15
+_STATE_WIDTH, _NAME_WIDTH = 9, 17
 
 
 def doctor(nvme: _Nvme = None, as_json: _Json = False) -> None:

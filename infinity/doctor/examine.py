@@ -19,7 +19,14 @@ from infinity.doctor.memory import (
     check_shared_memory,
 )
 from infinity.doctor.processor import check_adam_kernel, check_bf16, check_cores, check_cpu
-from infinity.doctor.software import check_adam_module, check_io_module, check_packages, check_python, check_system
+from infinity.doctor.software import (
+    check_adam_module,
+    check_checksum_module,
+    check_io_module,
+    check_packages,
+    check_python,
+    check_system,
+)
 from infinity.doctor.storage import (
     Place,
     check_direct_io,
@@ -42,6 +49,7 @@ MACHINE_CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "packages": check_packages,
     "io module": check_io_module,
     "adam module": check_adam_module,
+    "checksum module": check_checksum_module,
     "cpu": check_cpu,
     "bf16": check_bf16,
     "cores": check_cores,

@@ -71,12 +71,20 @@ def check_io_module(machine: Machine) -> Verdict:
 
 def check_adam_module(machine: Machine) -> Verdict:
     """Whether the CPU's Adam was built; nothing takes its place."""
-    needed = "infinity._cpu_adam, for the optimizer's step on the CPU"
-    trouble = _trouble_loading(machine, "infinity._cpu_adam")
+    return _compiled(machine, "infinity._cpu_adam", "for the optimizer's step on the CPU", "")
+
+
+def check_checksum_module(machine: Machine) -> Verdict:
+    """Whether the checksums of swap files were built; nothing takes their place, but they may be switched off."""
+    return _compiled(machine, "infinity._crc32c", "for the checksums of what is on NVMe", " Or train with `--no-checksums`.")
+
+
+def _compiled(machine: Machine, name: str, purpose: str, way_out: str) -> Verdict:
+    needed, trouble = f"{name}, {purpose}", _trouble_loading(machine, name)
     if not trouble:
-        return ok("infinity._cpu_adam loads", needed=needed)
-    remedy = f"{install(Package.COMPILER, machine.surroundings)}; then {_AGAIN}."
-    judge = fails if machine.has_module("infinity._cpu_adam") else missing
+        return ok(f"{name} loads", needed=needed)
+    remedy = f"{install(Package.COMPILER, machine.surroundings)}; then {_AGAIN}.{way_out}"
+    judge = fails if machine.has_module(name) else missing
     return judge(trouble, needed=needed, remedy=remedy)
 
 

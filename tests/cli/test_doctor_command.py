@@ -37,12 +37,12 @@ def test_notes_do_not_fail(found: list[Finding]) -> None:
     answer = CliRunner().invoke(app, ["doctor", "--nvme", "/mnt/ssd"])
     assert answer.exit_code == 0
     assert answer.stdout.splitlines() == [
-        "ok       python         3.11.7",
+        "ok       python           3.11.7",
         "",
         "/mnt/ssd",
-        "note     io engine      threads: [denied]",
-        "                        needed: io_uring",
-        "                        docker run [--x]",
+        "note     io engine        threads: [denied]",
+        "                          needed: io_uring",
+        "                          docker run [--x]",
         "",
         "Training can run.",
     ]

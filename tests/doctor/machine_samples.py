@@ -85,7 +85,7 @@ TRIALS = {
 }
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.1.3"}
 UNLIMITED = Limits(None, None)
-MODULES = frozenset({"infinity._aio", "infinity._cpu_adam", "torch"})
+MODULES = frozenset({"infinity._aio", "infinity._cpu_adam", "infinity._crc32c", "torch"})
 
 
 def fake_machine(

@@ -69,16 +69,17 @@ def test_native_modules_that_do_not_load(tmp_path: Path) -> None:
     why = "ImportError: libstdc++.so.6: version `GLIBCXX_3.4.32' not found"
     machine = samples.fake_machine(tmp_path, trials={"infinity.doctor.try_import": Trial(failure=why)})
     adam, io = software.check_adam_module(machine), software.check_io_module(machine)
-    assert (adam.state, io.state) == (State.FAILS, State.NOTE)
-    assert why in adam.found
-    assert why in io.found
+    checksums = software.check_checksum_module(machine)
+    assert (adam.state, io.state, checksums.state) == (State.FAILS, State.NOTE, State.FAILS)
+    assert {why in verdict.found for verdict in (adam, io, checksums)} == {True}
+    assert "--no-checksums" in checksums.remedy
 
 
 def test_native_modules_that_load(tmp_path: Path) -> None:
-    """Both are fine then, and nothing is to be done."""
+    """All are fine then, and nothing is to be done."""
     machine = samples.fake_machine(tmp_path)
-    for verdict in (software.check_adam_module(machine), software.check_io_module(machine)):
-        assert (verdict.state, verdict.remedy) == (State.OK, "")
+    for check in (software.check_adam_module, software.check_io_module, software.check_checksum_module):
+        assert (check(machine).state, check(machine).remedy) == (State.OK, "")
 
 
 @pytest.mark.parametrize(

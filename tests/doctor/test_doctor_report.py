@@ -94,9 +94,9 @@ def test_the_form_of_the_json(tmp_path: Path) -> None:
     assert {check["state"] for check in report["checks"]} == {"ok"}
     assert [state.value for state in State] == ["ok", "note", "missing", "fails"]
     assert [check["name"] for check in report["checks"]] == [
-        "system", "python", "packages", "io module", "adam module", "cpu", "bf16", "cores", "adam kernel", "memory",
-        "huge pages", "shared memory", "locked memory", "open files", "directory", "file system", "space", "direct io",
-        "io engine", "registration", "disk", "trim", "torch", "cuda",
+        "system", "python", "packages", "io module", "adam module", "checksum module", "cpu", "bf16", "cores",
+        "adam kernel", "memory", "huge pages", "shared memory", "locked memory", "open files", "directory", "file system",
+        "space", "direct io", "io engine", "registration", "disk", "trim", "torch", "cuda",
     ]  # fmt: skip
 
 

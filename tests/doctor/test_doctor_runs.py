@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,26 @@ def test_nothing_is_built_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
     )
     done = run("-c", script, str(tmp_path))
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_broken_installation_is_lines_and_no_traceback(tmp_path: Path) -> None:
+    """C21: without native modules, and with a torch and a numpy that do not load, every line is there; exit code 4."""
+    package, broken = tmp_path / "package", tmp_path / "broken"
+    shutil.copytree(ROOT / "infinity", package / "infinity", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    (broken / "numpy.py").write_text("raise ImportError('built for another Python\\nread the manual')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(broken), str(package)]), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity", "doctor", "--json", "--nvme", str(tmp_path)], cwd=broken, env=environment,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert (done.returncode, done.stderr, report["can_train"]) == (4, "", False)
+    assert found["io module"]["state"] == "note"
+    assert {found[name]["state"] for name in ("adam module", "checksum module")} == {"missing"}
+    assert "ImportError: built for another Python" in found["adam kernel"]["found"]
+    assert found["io engine"]["found"].startswith("threads: wrote a file and read it back")
+    assert found["torch"]["found"] == "torch does not load: OSError: libcudart.so.13: cannot open shared object file"
+    assert "cuda" not in found
