@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from infinity.errors import IllegalTransition, ModelError
 
@@ -59,3 +60,10 @@ def coefficients(weights: Sequence[float] | None, num_micro_batches: int) -> lis
             remedy="Give one number of at least 0 for each, not all 0.",
         )
     return [weight / sum(weights) for weight in weights]
+
+
+def on_device(values: Any, device: torch.device) -> Any:
+    """Return what a micro-batch holds with its tensors on the compute device."""
+    if device.type == "cpu":
+        return values
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from infinity.aio.engine import EngineFacts
 from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
-from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed
+from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
 from infinity.engine.gate import gated
 from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.optimizer import LrSchedule, Optimizer
@@ -162,7 +161,7 @@ class Engine:
         walking = [MicroBatch(index, index) for index in range(len(batches))]
 
         def forward_loss(walker: MicroBatch) -> torch.Tensor:
-            micro_batch = _on_device(batches[walker.index], parts.device)
+            micro_batch = on_device(batches[walker.index], parts.device)
             return find_loss(call_module(parts.module, micro_batch), micro_batch, loss_fn)
 
         self._begin_forward()
@@ -190,7 +189,7 @@ class Engine:
         """
         parts = self._parts
         self._require_usable()
-        args, kwargs = _on_device((args, kwargs), parts.device)
+        args, kwargs = on_device((args, kwargs), parts.device)
         if not (parts.module.training and torch.is_grad_enabled()):
             with self._failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
                 return parts.module(*args, **kwargs)
@@ -445,9 +444,3 @@ class Engine:
 
     def _failing_on_io(self) -> FailsOnIo:
         return FailsOnIo(self._lifecycle)
-
-
-def _on_device(values: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return values
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
