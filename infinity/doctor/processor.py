@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity.doctor.answers import KernelAnswer
@@ -80,15 +81,25 @@ def check_cores(machine: Machine) -> Verdict:
 
 
 def cpu_quota(machine: Machine) -> float | None:
-    """Return how many cores' time control groups of version 2 leave to this process; None where they do not limit it."""
+    """Return how many cores' time control groups leave to this process; None where they do not limit it.
+
+    Of version 2 every group above the process is asked, of version 1 the one that a container sees as its own.
+    """
+    quotas = [text.split() for text in _version_2_quotas(machine)]
+    quotas.append([(machine.text(f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")])
+    shares = [int(quota) / int(period) for quota, period in quotas if quota.isdigit()]  # "max" and -1 are no limit
+    return min(shares, default=None)
+
+
+def _version_2_quotas(machine: Machine) -> Iterator[str]:
+    """Yield the texts of cpu.max, "quota period" in microseconds."""
     path = parse_cgroup_paths(machine.text("proc/self/cgroup") or "").get(2)
-    mounts = [mount for mount in parse_cgroup_mounts(machine.text("proc/self/mountinfo") or "") if mount.version == 2]
-    if path is None:
-        return None
-    directories = [directory for mount in mounts for directory in cgroup_directories(mount, path)]
-    texts = [machine.text(str(directory / "cpu.max").lstrip("/")) for directory in directories]
-    quotas = [text.split() for text in texts if text and not text.startswith("max")]
-    return min((int(quota) / int(period) for quota, period in quotas), default=None)
+    for mount in parse_cgroup_mounts(machine.text("proc/self/mountinfo") or ""):
+        if path is not None and mount.version == 2:
+            for directory in cgroup_directories(mount, path):
+                text = machine.text(str(directory / "cpu.max").lstrip("/"))
+                if text:
+                    yield text
 
 
 def check_adam_kernel(machine: Machine) -> Verdict:

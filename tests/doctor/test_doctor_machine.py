@@ -14,6 +14,8 @@ from infinity.doctor.trials import Refusal, Trial
 from infinity.doctor.verdict import State
 from infinity.train.options import native_bf16
 
+V1_CPU = "sys/fs/cgroup/cpu/cpu.cfs_"
+
 
 def test_system(tmp_path: Path) -> None:
     """The distribution, the kernel and the container, as they call themselves."""
@@ -113,17 +115,19 @@ def test_bf16_is_what_train_takes_it_for(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("maxima", "state", "quota"),
+    ("files", "state", "quota"),
     [
         ({}, State.OK, None),
-        ({"": "max 100000"}, State.OK, None),
-        ({"job": "150000 100000"}, State.NOTE, 1.5),
-        ({"job": "400000 100000", "": "300000 100000"}, State.OK, 3.0),
+        ({"groups/cpu.max": "max 100000\n"}, State.OK, None),
+        ({"groups/job/cpu.max": "150000 100000\n"}, State.NOTE, 1.5),
+        ({"groups/job/cpu.max": "400000 100000\n", "groups/cpu.max": "300000 100000\n"}, State.OK, 3.0),
+        ({f"{V1_CPU}quota_us": "-1\n", f"{V1_CPU}period_us": "100000\n"}, State.OK, None),
+        ({f"{V1_CPU}quota_us": "50000\n", f"{V1_CPU}period_us": "100000\n"}, State.NOTE, 0.5),
     ],
 )
-def test_cores_and_quotas(tmp_path: Path, maxima: dict[str, str], state: State, quota: float | None) -> None:
-    """Every group above the process is asked for a quota; one below the cores that may be used is a note."""
-    files = {f"groups/{group}/cpu.max": text for group, text in maxima.items()}
+def test_cores_and_quotas(tmp_path: Path, files: dict[str, str], state: State, quota: float | None) -> None:
+    """Every group above the process is asked for a quota, of both versions; one below the cores allowed is a note."""
+    files = dict(files)
     files["proc/self/cgroup"] = "0::/job\n"
     files["proc/self/mountinfo"] = f"{samples.ROOT_MOUNT}29 23 0:26 / /groups rw - cgroup2 cgroup2 rw\n"
     machine = samples.fake_machine(tmp_path, files=files, environment={"container": "docker"})
