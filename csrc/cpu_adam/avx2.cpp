@@ -47,11 +47,14 @@ struct Vector {
     static void store_u16(void* to, Int value) { _mm_storeu_si128(static_cast<__m128i*>(to), low_halves(value)); }
     static void stream_u16(void* to, Int value) { _mm_stream_si128(static_cast<__m128i*>(to), low_halves(value)); }
     static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
-    static Int sub_int(Int a, Int b) { return _mm256_sub_epi32(a, b); }
     static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
     static Int or_int(Int a, Int b) { return _mm256_or_si256(a, b); }
     static Int left16(Int a) { return _mm256_slli_epi32(a, 16); }
     static Int right16(Int a) { return _mm256_srli_epi32(a, 16); }
+    static bool any_greater(Int a, Int b) {
+        const Int greater = _mm256_cmpgt_epi32(a, b);
+        return !_mm256_testz_si256(greater, greater);
+    }
     static Int where_greater(Int a, Int b, Int yes, Int no) {
         return _mm256_blendv_epi8(no, yes, _mm256_cmpgt_epi32(a, b));
     }

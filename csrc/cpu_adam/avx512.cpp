@@ -48,11 +48,11 @@ struct Vector {
         _mm256_stream_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(value));
     }
     static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
-    static Int sub_int(Int a, Int b) { return _mm512_sub_epi32(a, b); }
     static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
     static Int or_int(Int a, Int b) { return _mm512_or_si512(a, b); }
     static Int left16(Int a) { return _mm512_slli_epi32(a, 16); }
     static Int right16(Int a) { return _mm512_srli_epi32(a, 16); }
+    static bool any_greater(Int a, Int b) { return _mm512_cmpgt_epi32_mask(a, b) != 0; }
     static Int where_greater(Int a, Int b, Int yes, Int no) {
         return _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a, b), no, yes);
     }

@@ -6,11 +6,13 @@ constexpr std::uint32_t kInfinity = 0x7F800000u;
 constexpr std::uint32_t kQuietNan = 0x7FC00000u;
 constexpr std::uint32_t kLargestSplit = 0x7F7F7FFFu;  // the largest master that rounds to a finite bf16
 
-// A master that split can hold: finite values beyond the largest are clamped to it, NaN becomes the one quiet NaN.
+// A master that split can hold: finite values beyond the largest are clamped to it, NaN becomes the one quiet NaN. Hardly
+// any vector has such values: asking first costs less than choosing.
 template <class V>
 static inline typename V::Int splittable(typename V::Int bits) {
     const auto magnitude = V::and_int(bits, V::set_int(kMagnitude));
     const auto infinity = V::set_int(kInfinity), largest = V::set_int(kLargestSplit);
+    if (!V::any_greater(magnitude, largest)) return bits;
     const auto clamped = V::where_greater(infinity, magnitude, largest, magnitude);
     const auto special = V::where_greater(magnitude, infinity, V::set_int(kQuietNan), clamped);
     const auto held = V::where_greater(magnitude, largest, special, magnitude);
@@ -23,8 +25,10 @@ static inline typename V::Int to_bf16(typename V::Int bits) {
     const auto half = V::right16(bits);
     const auto odd = V::and_int(half, V::set_int(1));
     const auto rounded = V::right16(V::add_int(bits, V::add_int(odd, V::set_int(0x7FFFu))));
+    const auto magnitude = V::and_int(bits, V::set_int(kMagnitude)), infinity = V::set_int(kInfinity);
+    if (!V::any_greater(magnitude, infinity)) return rounded;
     const auto nan = V::or_int(V::and_int(half, V::set_int(0x8000u)), V::set_int(kQuietNan >> 16));
-    return V::where_greater(V::and_int(bits, V::set_int(kMagnitude)), V::set_int(kInfinity), nan, rounded);
+    return V::where_greater(magnitude, infinity, nan, rounded);
 }
 
 template <class V>
@@ -84,7 +88,7 @@ static inline void store_master(const Arrays& arrays, std::size_t index, typenam
         const auto bits = splittable<V>(V::bits(value));
         const auto high = V::right16(V::add_int(bits, V::set_int(0x8000u)));
         V::store_u16(static_cast<std::uint16_t*>(arrays.weights) + index, high);
-        V::store_u16(arrays.low + index, V::sub_int(bits, V::left16(high)));
+        V::store_u16(arrays.low + index, bits);  // the low 16 bits of bits - (high << 16) are those of bits
     } else {
         V::store(static_cast<float*>(arrays.weights) + index, value);
         if constexpr (master == MasterFormat::fp32_out_bf16) store_out<V>(arrays, index, to_bf16<V>(V::bits(value)), stream);

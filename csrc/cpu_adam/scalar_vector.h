@@ -54,12 +54,12 @@ struct ScalarVector {
     static void store_u16(void* to, Int value) { write(to, static_cast<std::uint16_t>(value)); }
     static void stream_u16(void* to, Int value) { store_u16(to, value); }
     static Int add_int(Int a, Int b) { return a + b; }
-    static Int sub_int(Int a, Int b) { return a - b; }
     static Int and_int(Int a, Int b) { return a & b; }
     static Int or_int(Int a, Int b) { return a | b; }
     static Int left16(Int a) { return a << 16; }
     static Int right16(Int a) { return a >> 16; }
-    // Signed comparison: all its operands are below 2^31.
+    // Signed comparisons: all their operands are below 2^31.
+    static bool any_greater(Int a, Int b) { return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b); }
     static Int where_greater(Int a, Int b, Int yes, Int no) {
         return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? yes : no;
     }
