@@ -29,6 +29,11 @@ def require_plotting(path: Path) -> None:
         )
 
 
+def new_figure(inches_wide: float, inches_high: float) -> Any:
+    """Return an empty figure of matplotlib's that needs no screen. Call `require_plotting` first."""
+    return Figure(figsize=(inches_wide, inches_high), layout="constrained")
+
+
 def plot_nvme(path: Path, rows: Sequence[Row]) -> None:
     """Write a heat map of block size x queue depth for each engine and kind of traffic, and a chart of the best of each.
 
@@ -36,7 +41,7 @@ def plot_nvme(path: Path, rows: Sequence[Row]) -> None:
     """
     panels = list(dict.fromkeys((row.op, row.engine) for row in rows))
     num_columns = len(panels) + 1
-    figure = Figure(figsize=(_INCHES_WIDE * num_columns, _INCHES_HIGH), layout="constrained")
+    figure = new_figure(_INCHES_WIDE * num_columns, _INCHES_HIGH)
     axes = figure.subplots(1, num_columns, squeeze=False)[0]
     for axis, (op, engine) in zip(axes, panels, strict=False):
         _draw_heat_map(axis, [row for row in rows if (row.op, row.engine) == (op, engine)], f"{op}, {engine}")

@@ -1,0 +1,116 @@
+"""`infinity bench adam`: options onto settings, progress, the table and the files."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinity.cli.failures import failures_explained
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from infinity.bench.adam import AdamReport, AdamResult
+
+_Parameters = Annotated[
+    str | None, typer.Option("--parameters", metavar="N", help="Such as 1e8. Default: 2e8, or what fits into memory.")
+]
+_Kernel = Annotated[str, typer.Option("--kernel", metavar="all|avx512|avx2|scalar", help="Instruction set.")]
+_Threads = Annotated[
+    list[int] | None, typer.Option("--threads", metavar="N", help="Repeatable. Default: as many as training uses.")
+]
+_Rounds = Annotated[int, typer.Option("--rounds", metavar="N", help="Of all contenders in turn.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
+_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them. Needs matplotlib.")]
+
+
+def adam(
+    parameters: _Parameters = None,
+    kernel: _Kernel = "all",
+    threads: _Threads = None,
+    rounds: _Rounds = 9,
+    json: _Json = None,
+    plot: _Plot = None,
+) -> None:
+    """Measure the optimizer's kernels against torch's AdamW and against a bare loop over the same bytes."""
+    with failures_explained():
+        count = None if parameters is None else _whole_number(parameters)
+        from infinity.bench.plots import require_plotting
+
+        if plot is not None:
+            require_plotting(plot)
+        # Loads torch: not before everything cheap was checked.
+        from rich.console import Console
+
+        from infinity.bench.adam import AdamSettings, run_adam_benchmark
+
+        console = Console(highlight=False, soft_wrap=True)
+        settings = AdamSettings(num_parameters=count, kernel=kernel, threads=tuple(threads or ()), num_rounds=rounds)
+        with console.status("Preparing") as status:
+            report = run_adam_benchmark(settings, on_progress=status.update)
+        _show(console, report)
+        if json is not None:
+            from infinity.bench.provenance import provenance
+
+            origin = provenance(["infinity", *sys.argv[1:]], packages=("torch", "numpy"))
+            json.write_text(json_module.dumps({"provenance": origin, **report.as_json()}, indent=2) + "\n")
+        if plot is not None:
+            from infinity.bench.adam_plot import plot_adam
+
+            plot_adam(plot, report.results)
+
+
+def _whole_number(text: str) -> int:
+    """Return what "1e8" and "100_000_000" mean. Raises ConfigError for everything that is not a whole number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value.is_integer():
+        raise ConfigError(f"--parameters: {text!r} is not a whole number.", remedy="Give for example 1e8 or 25000000.")
+    return int(value)
+
+
+def _show(console: Console, report: AdamReport) -> None:
+    from rich.table import Table
+
+    from infinity.byte_sizes import format_bytes
+
+    cache = "unknown" if report.last_level_cache_bytes is None else format_bytes(report.last_level_cache_bytes)
+    table = Table(
+        title=f"{report.num_parameters:,} parameters, working set from {format_bytes(report.working_set_bytes)}, "
+        f"last level of cache {cache}, medians of {report.num_rounds} rounds",
+        title_justify="left",
+    )
+    table.add_column("path")
+    table.add_column("kernel")
+    for name in ("threads", "M parameters/s", "slowest-fastest", "GB/s", "of the bare loop", "of torch fused"):
+        table.add_column(name, justify="right")
+    table.add_column("limited by")
+    for result in report.results:
+        table.add_row(*_cells(result))
+    console.print(table)
+    console.print("The bare loop (limit) reads and writes the same bytes of the same buffers and computes nothing.")
+    for note in report.notes:
+        console.print(note)
+
+
+def _cells(result: AdamResult) -> tuple[str, ...]:
+    slowest, fastest = result.parameters_per_second_min / 1e6, result.parameters_per_second_max / 1e6
+    fused = result.ratio_to_torch_fused
+    return (
+        result.path,
+        result.kernel,
+        str(result.threads),
+        f"{result.parameters_per_second / 1e6:.0f}",
+        f"{slowest:.0f}-{fastest:.0f}",
+        f"{result.bytes_per_second / 1e9:.1f}",
+        f"{result.ratio_to_limit:.3f}",
+        "" if fused is None else f"{fused:.3f}",
+        "" if result.bound is None else result.bound.value,
+    )
