@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from infinity.bench.adam import AdamReport, AdamResult
 
@@ -77,38 +79,43 @@ def _whole_number(text: str) -> int:
 
 
 def _show(console: Console, report: AdamReport) -> None:
-    from rich.table import Table
+    from itertools import groupby
 
     from infinity.byte_sizes import format_bytes
 
     cache = "unknown" if report.last_level_cache_bytes is None else format_bytes(report.last_level_cache_bytes)
-    table = Table(
-        title=f"{report.num_parameters:,} parameters, working set from {format_bytes(report.working_set_bytes)}, "
-        f"last level of cache {cache}, medians of {report.num_rounds} rounds",
-        title_justify="left",
+    console.print(
+        f"{report.num_parameters:,} parameters, {format_bytes(report.working_set_bytes)} at the least (last level of cache: "
+        f"{cache}), medians of {report.num_rounds} rounds. The limit is a bare loop that reads and writes the same bytes of "
+        f"the same buffers and computes nothing."
     )
-    table.add_column("path")
-    table.add_column("kernel")
-    for name in ("threads", "M parameters/s", "slowest-fastest", "GB/s", "of the bare loop", "of torch fused"):
-        table.add_column(name, justify="right")
-    table.add_column("limited by")
-    for result in report.results:
-        table.add_row(*_cells(result))
-    console.print(table)
-    console.print("The bare loop (limit) reads and writes the same bytes of the same buffers and computes nothing.")
+    for (path, threads), results in groupby(report.results, key=lambda result: (result.path, result.threads)):
+        console.print(_table(f"{path}, {threads} {'thread' if threads == 1 else 'threads'}", list(results)))
     for note in report.notes:
         console.print(note)
+
+
+def _table(title: str, results: Sequence[AdamResult]) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column("kernel", no_wrap=True)
+    for name in ("M params/s", "from - to", "GB/s", "of limit", "of fused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    for result in results:
+        table.add_row(*_cells(result))
+    return table
 
 
 def _cells(result: AdamResult) -> tuple[str, ...]:
     slowest, fastest = result.parameters_per_second_min / 1e6, result.parameters_per_second_max / 1e6
     fused = result.ratio_to_torch_fused
     return (
-        result.path,
         result.kernel,
-        str(result.threads),
         f"{result.parameters_per_second / 1e6:.0f}",
-        f"{slowest:.0f}-{fastest:.0f}",
+        f"{slowest:.0f} - {fastest:.0f}",
         f"{result.bytes_per_second / 1e9:.1f}",
         f"{result.ratio_to_limit:.3f}",
         "" if fused is None else f"{fused:.3f}",

@@ -31,6 +31,7 @@ BENCH_NVME_OPTIONS = {
     "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune",
     "--against", "--json", "--plot",
 }  # fmt: skip
+BENCH_ADAM_OPTIONS = {"--parameters", "--kernel", "--threads", "--rounds", "--json", "--plot"}
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -47,13 +48,14 @@ def test_the_options_are_the_promised_ones() -> None:
     assert shown_options("clean") == {"--list", "--checkpoints"}
     assert shown_options("doctor") == {"--nvme", "--json"}
     assert shown_options("bench", "nvme") == BENCH_NVME_OPTIONS
+    assert shown_options("bench", "adam") == BENCH_ADAM_OPTIONS
     assert shown_options() == {"--version"}
 
 
 def test_the_readme_explains_every_option() -> None:
     """Every option of the commands is in README.md."""
     readme = (ROOT / "README.md").read_text()
-    promised = TRAIN_OPTIONS | BENCH_NVME_OPTIONS | {"--list", "--checkpoints", "--json"}
+    promised = TRAIN_OPTIONS | BENCH_NVME_OPTIONS | BENCH_ADAM_OPTIONS | {"--list", "--checkpoints", "--json"}
     missing = [option for option in promised if not re.search(rf"{option}\b", readme)]
     assert missing == []
 
