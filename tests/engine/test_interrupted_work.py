@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import BULK, open_engine, require_same, require_same_state, settings, train, train_engine
 
-import infinity.engine.reserve as reserve
+import infinity.engine.directories as directories
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op, Request
 from infinity.checkpoint.stream import StreamWriter
@@ -76,14 +76,14 @@ class Watching(FaultyEngine):
 @pytest.mark.parametrize("params", ["cpu", "nvme"])
 def test_synchronize_waits_for_every_tile(params: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With writes that end late, none is under way when synchronize returns, also where the weights stay in memory."""
-    real, opened = reserve.open_engine, []
+    real, opened = directories.open_engine, []
 
     def open_slow(*args: Any, **kwargs: Any) -> Watching:
         slow = Fault(FaultKind.DELAY, lambda request: request.op is Op.WRITE, delay_seconds=0.02)
         opened.append(Watching(real(*args, **kwargs), [slow]))
         return opened[-1]
 
-    monkeypatch.setattr(reserve, "open_engine", open_slow)
+    monkeypatch.setattr(directories, "open_engine", open_slow)
     with open_engine(BULK.build(), settings(nvme, optim="nvme", params=params)) as engine:
         engine.train_batch(BULK.batches(0, 1, torch.bfloat16))
         num_before = len(opened[0].given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,15 @@ def test_a_commit_in_place_is_resumed_whatever_the_rates_are_then(
     assert all(torch.equal(value, expected.state[name]) for name, value in run.state.items())
 
 
+def _agree_with_lengths(manifest: Path) -> None:
+    """Let a manifest name the lengths that its files have now: whether two commits differ in theirs is chance."""
+    content = json.loads(manifest.read_text())
+    for record in content["files"]:
+        if record["header_crc32"] is None:
+            record["num_bytes"] = Path(record["path"]).stat().st_size
+    manifest.write_text(json.dumps(content))
+
+
 @pytest.mark.usefixtures("no_room")
 def test_a_checkpoint_whose_swap_files_hold_a_later_one_is_told(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Two commits leave files of equal names and lengths: the earlier checkpoint is not taken for the later one."""
@@ -211,6 +221,7 @@ def test_a_checkpoint_whose_swap_files_hold_a_later_one_is_told(pair: tuple[Path
         for step in range(2):
             train_engine(engine, BULK, over(pair), [step])
             paths.append(engine.save_checkpoint(tmp_path / "checkpoints"))
+    _agree_with_lengths(paths[0] / "manifest.json")
     with pytest.raises(CheckpointIncomplete, match=f"{paths[0]} is gone.*the checkpoint of step 2 now"):
         adoption(paths[0])
     found = adoption(paths[1])
