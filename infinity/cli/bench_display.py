@@ -15,6 +15,7 @@ from rich.text import Text
 from infinity.bench.nvme_results import Detail, Report, Row
 from infinity.bench.nvme_run import Observer
 from infinity.byte_sizes import format_bytes
+from infinity.cli.console import open_console
 
 _PLAIN_COLUMNS = 140  # of a table that goes to a file or another program
 
@@ -119,5 +120,5 @@ def _registered(row: Row) -> str:
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_COLUMNS)
+    console = open_console(soft_wrap=False)
+    return console if console.is_terminal else open_console(soft_wrap=False, width=_PLAIN_COLUMNS)

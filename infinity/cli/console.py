@@ -14,6 +14,6 @@ class _Console(Console):
         raise BrokenPipeError(errno.EPIPE, "whoever read the output is gone")
 
 
-def open_console(*, stderr: bool = False) -> Console:
-    """Return the console; lines are as long as they are."""
-    return _Console(stderr=stderr, highlight=False, soft_wrap=True)
+def open_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = True, width: int | None = None) -> Console:
+    """Return the console. With `soft_wrap` lines are as long as they are; `width` (columns) is for tables."""
+    return _Console(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, width=width, highlight=False)

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from infinity.cli.console import open_console
 from infinity.cli.failures import failures_explained
 from infinity.cli.options import parse_path
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from infinity.doctor.verdict import Finding, Report
 
 _Nvme = Annotated[
@@ -34,7 +36,7 @@ def doctor(nvme: _Nvme = None, as_json: _Json = False) -> None:
         from infinity.doctor.machine import this_machine
         from infinity.doctor.verdict import Report
 
-        console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+        console = open_console(quiet=as_json)
         report = Report(tuple(_shown(examine(this_machine(), nvme or ()), console)))
         console.print(Text(f"\n{summary_of(report)}", style="bold"))
         if as_json:

@@ -136,6 +136,7 @@ def run_with(script: str, place: Path, stdout: Any, **options: Any) -> subproces
 COMMANDS = {
     "clean": "import sys; sys.argv[1:] = ['clean', '.']; from infinity.cli.main import main; main()",
     "help": "import sys; sys.argv[1:] = ['train', '--help']; from infinity.cli.main import main; main()",
+    "doctor": "import sys; sys.argv[1:] = ['doctor']; from infinity.cli.main import main; main()",
     "display": (
         "from infinity.cli.failures import failures_explained\nfrom infinity.cli.display import open_display\n"
         "with failures_explained(), open_display() as display:\n    for _ in range(9): display.note('x' * 3000)"
@@ -154,7 +155,7 @@ def test_a_full_standard_output_is_said(name: str, place: Path) -> None:
     assert not list(place.glob("infinity-traceback-*"))
 
 
-@pytest.mark.parametrize("name", ["clean", "display"])
+@pytest.mark.parametrize("name", ["clean", "doctor", "display"])
 def test_a_reader_that_is_gone_ends_the_program_quietly(name: str, place: Path) -> None:
     """Output into a pipe that nobody reads (`| head`) ends as by SIGPIPE, with code 141 and without a word."""
     reading, writing = os.pipe()
