@@ -67,8 +67,9 @@ def _run(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summa
 def _write_trace(path: Path, recorder: Recorder, reporter: Reporter) -> None:
     spans = recorder.spans()
     write_chrome_trace(path, spans)
-    of_all = f"the last {len(spans)} of {len(spans) + recorder.num_spans_dropped}" if recorder.num_spans_dropped else "all"
-    reporter.note(f"Trace with {of_all} spans: {path} (open it in ui.perfetto.dev).")
+    num_all = len(spans) + recorder.num_spans_dropped
+    what = f"{num_all} spans" if num_all == len(spans) else f"the last {len(spans)} of {num_all} spans"
+    reporter.note(f"Trace: {path}, {what}. Open it in ui.perfetto.dev.")
 
 
 class Loop:
