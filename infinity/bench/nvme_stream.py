@@ -11,7 +11,7 @@ from infinity.aio.engine import Engine
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request
 from infinity.bench.nvme_jobs import Job, Traffic, batches_of
-from infinity.handles import Handle
+from infinity.handles import AllOf
 from infinity.memory.arena import Buffer
 
 _DRAWN_AT_ONCE = 4096  # random places
@@ -71,7 +71,7 @@ class Stream:
         self._engine = engine
         self._batches = batches_of(job)
         self._blocks = Blocks(job, target, self._batches.request_bytes)
-        self._pending: deque[tuple[int, list[Handle[None]]]] = deque()
+        self._pending: deque[tuple[int, AllOf]] = deque()
 
     def start(self) -> None:
         """Submit the first batches."""
@@ -92,9 +92,8 @@ class Stream:
         return count * self._batches.batch_bytes
 
     def _finish_oldest(self) -> int:
-        index, handles = self._pending.popleft()
-        for handle in handles:
-            handle.wait()
+        index, batch = self._pending.popleft()
+        batch.wait()
         return index
 
     def _submit(self, index: int) -> None:
@@ -102,4 +101,4 @@ class Stream:
         first = index * batches.batch_bytes
         offsets = range(first, first + batches.batch_bytes, batches.request_bytes)
         requests = [self._blocks.next_request(offset) for offset in offsets]
-        self._pending.append((index, self._engine.submit(requests)))
+        self._pending.append((index, AllOf(self._engine.submit(requests))))
