@@ -91,7 +91,7 @@ def open_uring(*, queue_depth: int, block_bytes: int, faults: Mapping[int, int] 
     if _lib is None:
         raise PlatformError(
             f"io_uring cannot be used: the native module infinity._aio is missing ({_import_error}).",
-            remedy="Install liburing with its headers and install infinity again.",
+            remedy="Install liburing 2.3 or newer with its headers and install infinity again.",
         )
     table = _ffi.new("aio_fault[]", list((faults or {}).items()))
     opened = _ffi.new("aio_engine **")

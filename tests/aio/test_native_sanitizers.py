@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HAMMER = Path(__file__).parent / "native" / "hammer.c"
 SANITIZERS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
+NO_RING = 77  # the driver's exit status
 ADDR_NO_RANDOMIZE = 0x0040000  # a thread sanitizer older than the kernel knows only the addresses without randomisation
 
 
@@ -51,4 +52,8 @@ def test_no_sanitizer_complains(sanitizer: str, tmp_path: Path) -> None:
         [str(tmp_path / "hammer"), str(tmp_path)], preexec_fn=without_address_randomisation,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+    if result.returncode == NO_RING:
+        pytest.skip("there is no io_uring here")
+    if "unexpected memory mapping" in result.stderr:
+        pytest.skip("this thread sanitizer does not know the kernel's addresses, and they cannot be fixed here")
     assert (result.returncode, result.stderr) == (0, "")
