@@ -9,6 +9,7 @@ import torch
 from infinity.byte_sizes import MIB, format_bytes
 from infinity.config.optimizer import OptimizerSection
 from infinity.engine import Engine, initialize
+from infinity.memory.host_allocator import tune_host_allocator
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
 from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
 from infinity.optim.kernel import choose_kernel
@@ -30,6 +31,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
     """
     config, options = checked.config, checked.options
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    tune_host_allocator()  # before the model's first buffer: torch asks for huge pages then or never
     model = build_meta_gpt(checked.gpt, dtype)
     is_vertical = config.infinity.schedule == "vertical"
     estimate = activation_bytes(
@@ -71,7 +73,11 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         words = io_words(
             checked.probe.engine, registered_files=facts.registered_files, registered_buffers=facts.registered_buffers
         )
-        reporter.note(" ".join((f"Reads and writes: {words}.", *facts.notes)))
+        reporter.note(f"Reads and writes: {words}.")
+    said = (*config.notes(), *(checked.probe.notes if checked.probe is not None else ()))
+    for note in engine.notes:
+        if note not in said:
+            reporter.note(note)
     return engine
 
 

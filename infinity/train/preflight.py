@@ -206,9 +206,10 @@ def _require_space(needed_bytes: int, directories: Iterable[DirectoryFacts]) -> 
 def _probe(config: Config, directories: Iterable[DirectoryFacts], reporter: Reporter) -> Probe | None:
     """Return what works in all of the directories; say what does not in any."""
     found = [probe(facts.path, config.infinity.engine) for facts in directories]
-    for sentence in (sentence for one in found for sentence in one.notes):
+    notes = tuple(sentence for one in found for sentence in one.notes)
+    for sentence in notes:
         reporter.note(sentence)
     if not found:
         return None
     engine = max((one.engine for one in found), key=KINDS.index)  # the last in the order of preference
-    return Probe(engine, all(one.direct for one in found), ())
+    return Probe(engine, all(one.direct for one in found), notes)

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from training_fakes import Remembering
 
+import infinity.memory.host_allocator as host_allocator
 from infinity.config import Layer
 from infinity.models.presets import parameter_count, preset
 from infinity.store.directory import list_runs
@@ -45,6 +46,28 @@ def run(place: Path, name: str, keys: dict[str, object], **changes: Any) -> tupl
 
 def losses(output: Path) -> list[object]:
     return [record["loss"] for record in read_jsonl(output / "metrics.jsonl")]
+
+
+def test_every_note_of_the_engine_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not available or is done otherwise reaches the user: from the configuration, the allocator and the engine."""
+    monkeypatch.setattr(host_allocator, "find_mallopt", lambda: None)
+    engines = []
+
+    def opened(checked: Any, reporter: Any) -> Any:
+        engines.append(open_training_engine(checked, reporter))
+        return engines[0]
+
+    text = tmp_path / "text"
+    text.write_bytes(bytes(5000))
+    layers = [Layer("test", {"prescale_gradients": True, "infinity.nvme": str(tmp_path / "nvme"), **NVME})]
+    config = resolve_config(layers, model="gpt-1m", steps=1, has_native_bf16=True)
+    options = TrainOptions(config=config, model="gpt-1m", steps=1, seq_len=24, data=(text,), output=tmp_path / "out")
+    reporter = Remembering()
+    train(check_run(options, reporter), reporter, opened)
+    notes = engines[0].notes
+    assert any("prescale_gradients" in note for note in notes)
+    assert any("no mallopt" in note for note in notes)
+    assert {note: reporter.notes.count(note) for note in notes} == dict.fromkeys(notes, 1)
 
 
 @pytest.mark.parametrize("is_bf16", [True, False])
