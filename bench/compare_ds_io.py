@@ -36,7 +36,7 @@ LEAST = 1.0
 NUM_SWEEPS = 2
 # block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
 THEIR_SETTINGS = tuple(product((MIB, 8 * MIB), (32, 128), (False,), (False, True), (1, 2)))
-OUR_SETTINGS = ((MIB, 32), (MIB, 64), (4 * MIB, 16))
+OUR_SETTINGS = ((MIB, 32), (MIB, 64), (4 * MIB, 16), (8 * MIB, 32), (8 * MIB, 128))
 
 Setting = tuple[Any, ...]
 
