@@ -131,7 +131,7 @@ def main() -> int:
         resources.callback(engine.close)
         cpu_one, time_one = overhead_us(engine, target, 1)
         cpu_many, time_many = overhead_us(engine, target, 64)
-        facts = engine.name, places.direct
+        facts = engine.name, places.direct[engine.name]
     overhead = {"one_cpu_us": cpu_one, "one_us": time_one, "of_64_cpu_us": cpu_many, "of_64_us": time_many}
     claims = claims_of(jobs, overhead)
     results: dict[str, Any] = {

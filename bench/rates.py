@@ -57,7 +57,8 @@ def measure_rates(directory: Path, file_bytes: int = 4 << 30, engine_kind: str =
             with open_for(targets, places.engines[0], job) as (engines, _):
                 run = run_steadily(engines[0], targets[0], job, TIMING, threading.Event())
             rates.append(run.num_bytes / (run.seconds + (run.fsync_seconds or 0.0)))
-        return DiskRates(places.engines[0], places.direct, file_bytes, rates[1], rates[0])
+        engine = places.engines[0]
+        return DiskRates(engine, places.direct[engine], file_bytes, rates[1], rates[0])
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ class Places:
     """What was found. `size_bytes` is the file's in each directory; `notes` are sentences for the user."""
 
     directories: tuple[DirectoryFacts, ...]
-    direct: bool  # O_DIRECT is in force in every directory
     engines: tuple[str, ...]
+    direct: Mapping[str, bool]  # by engine: whether O_DIRECT is in force in every directory
     size_bytes: int
     size_was_given: bool
     notes: tuple[str, ...]
@@ -52,17 +52,18 @@ def check_places(settings: NvmeSettings, jobs: Sequence[Job], resources: ExitSta
         for removed in remove_dead_runs(found.path):
             notes.append(f"Removed {removed.path}, the files of a dead run: {format_bytes(removed.num_bytes)}.")
         facts.append(check_directory(found.path))
-    engines, direct, probed = _probe_engines(settings.engine, facts)
+    direct, probed = _probe_engines(settings.engine, facts)
     needed_bytes = max(batches_of(job).num_bytes for job in (*jobs, WRITING_JOB))
     size_bytes = _choose_size(settings, needed_bytes, facts, notes)
-    return Places(tuple(facts), direct, engines, size_bytes, settings.size_bytes is not None, (*probed, *notes))
+    return Places(tuple(facts), tuple(direct), direct, size_bytes, settings.size_bytes is not None, (*probed, *notes))
 
 
-def _probe_engines(wanted: str, facts: Sequence[DirectoryFacts]) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
-    """Return the engines that work in every directory, whether O_DIRECT does, and what was not available."""
+def _probe_engines(wanted: str, facts: Sequence[DirectoryFacts]) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Return the engines that work in every directory, each with whether O_DIRECT does, and what was not available."""
     notes: dict[str, None] = {}
-    engines, direct = [], True
+    engines: dict[str, bool] = {}
     for kind in ENGINES if wanted == "all" else (wanted,):
+        direct = True
         try:
             for directory in facts:
                 found = probe(directory.path, kind)
@@ -74,8 +75,8 @@ def _probe_engines(wanted: str, facts: Sequence[DirectoryFacts]) -> tuple[tuple[
                 raise
             notes[f"The engine {kind} is left out: {error}"] = None
         else:
-            engines.append(kind)
-    return tuple(engines), direct, tuple(notes)
+            engines[kind] = direct
+    return engines, tuple(notes)
 
 
 def _choose_size(settings: NvmeSettings, needed_bytes: int, facts: Sequence[DirectoryFacts], notes: list[str]) -> int:

@@ -147,8 +147,8 @@ def cache_notes(rows: Sequence[Row], resident_share: float, num_directories: int
     notes = []
     if resident_share > 0.01:
         notes.append(
-            f"The reads are no measure of the disk: {resident_share:.0%} of the file was in the page cache, because the "
-            "file system refuses O_DIRECT. Give a directory on a local ext4 or XFS file system."
+            f"The reads are no measure of the disk: {resident_share:.0%} of the file was in the page cache, for it is "
+            "read without O_DIRECT. Give a directory on a local ext4 or XFS file system and another engine than buffered."
         )
     fastest = max((row.bytes_per_second for row in rows), default=0.0)
     if fastest > _LINK_BYTES_PER_SECOND * num_directories:
@@ -183,7 +183,7 @@ def as_json(report: Report, provenance: dict[str, object]) -> dict[str, object]:
             {"path": str(facts.path), "file_system": facts.file_system, "is_memory": facts.is_memory}
             for facts in places.directories
         ],
-        "direct": places.direct,
+        "direct": dict(places.direct),
         "file_bytes": report.file_bytes,
         "written_bytes": report.written_bytes,
         "results": [asdict(result.row) for result in report.results],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Protocol
 
 from infinity.bench.fio import LIBAIO, URING, Fio
@@ -35,8 +36,11 @@ class Observer(Protocol):
 class NvmeBench:
     """The measurements on files that are open; not thread-safe. After an exception it has no results."""
 
-    def __init__(self, settings: NvmeSettings, targets: Sequence[Target], fio: Fio | None, observer: Observer) -> None:
+    def __init__(
+        self, settings: NvmeSettings, places: Places, targets: Sequence[Target], fio: Fio | None, observer: Observer
+    ) -> None:
         self._settings = settings
+        self._direct = places.direct
         self._targets = targets
         self._fio = fio
         self._observer = observer
@@ -44,18 +48,17 @@ class NvmeBench:
         self.resident_share = 0.0  # the most that was seen of a file in the page cache just before it was read
         self.notes: dict[str, None] = {}  # in order, each once
 
-    def result(self, engine: str, job: Job, targets: Sequence[Target], place: str) -> Result:
-        """Measure a job on some of the targets at once."""
-        self._observer.phase(f"{engine}, {job}{place}")
+    def result(self, engine: str, job: Job, targets: Sequence[Target], where: str) -> Result:
+        """Measure a job on some of the targets at once; `where` ends the line that the observer is told."""
+        self._observer.phase(f"{engine}, {job}{where}")
         seconds = self._settings.seconds
         timing = Timing(seconds * _WARM_UP_SHARE, seconds / NUM_REPETITIONS, NUM_REPETITIONS, seconds * _LATENCY_SHARE)
-        if job.traffic is not Traffic.WRITE:
+        if job.traffic is not Traffic.WRITE and not self._direct[engine]:
             self._look_at_page_cache(targets)
         with open_for(targets, engine, job) as (engines, facts):
             measured = measure(list(zip(engines, targets, strict=True)), job, timing)
         self.notes |= dict.fromkeys(facts.notes)
-        if job.traffic is not Traffic.READ:
-            self.written_bytes += measured.num_bytes // (2 if job.traffic is Traffic.MIXED else 1)
+        self._count_written(job, measured.num_bytes + len(measured.latencies_us) * job.block_bytes)
         result = result_of(job, engine, facts, measured)
         self._observer.row(result.row)
         return result
@@ -68,6 +71,7 @@ class NvmeBench:
         self._observer.phase(f"fio {fio_engine.name}, {job}")
         seconds = self._settings.seconds / _NUM_FIO_RUNS
         runs = [self._fio.run(job, fio_engine, seconds) for _ in range(_NUM_FIO_RUNS)]
+        self._count_written(job, sum(run.num_bytes for run in runs))
         row = fio_row(job, fio_engine, runs)
         self._observer.row(row)
         return [row]
@@ -87,9 +91,12 @@ class NvmeBench:
             engine, WRITING_JOB.block_bytes, WRITING_JOB.queue_depth, timing.window_seconds, run.rates, run.num_bytes
         )
 
+    def _count_written(self, job: Job, moved_bytes: int) -> None:
+        self.written_bytes += {Traffic.READ: 0, Traffic.WRITE: moved_bytes, Traffic.MIXED: moved_bytes // 2}[job.traffic]
+
     def _look_at_page_cache(self, targets: Sequence[Target]) -> None:
         for target in targets:
-            if not target.file.direct and not target.file.in_memory:
+            if not target.file.in_memory:
                 self.resident_share = max(self.resident_share, resident_share(target.file.fd))
 
 
@@ -102,19 +109,20 @@ def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program
         limit = None if places.size_was_given else _WRITE_SECONDS
         targets, written_bytes = open_targets(places, jobs, write_seconds=limit, tell=observer.phase, resources=resources)
         fio = Fio(fio_program, targets[0].file.path, targets[0].file_bytes) if fio_program else None
-        bench = NvmeBench(settings, targets, fio, observer)
+        bench = NvmeBench(settings, places, targets, fio, observer)
         bench.written_bytes = written_bytes
         results: list[Result] = []
         against: list[Row] = []
         alone: dict[str, list[Result]] = {}
-        for engine in places.engines:
-            for job in jobs:
-                if len(targets) > 1:
-                    for facts, target in zip(places.directories, targets, strict=True):
-                        result = bench.result(engine, job, [target], f" in {facts.path}")
-                        alone.setdefault(str(facts.path), []).append(result)
-                results.append(bench.result(engine, job, targets, " in all together" if len(targets) > 1 else ""))
-                against += bench.beside(engine, job)
+        cells = list(product(places.engines, jobs))
+        for number, (engine, job) in enumerate(cells, start=1):
+            count = f" ({number} of {len(cells)})"
+            if len(targets) > 1:
+                for facts, target in zip(places.directories, targets, strict=True):
+                    result = bench.result(engine, job, [target], f" in {facts.path}{count}")
+                    alone.setdefault(str(facts.path), []).append(result)
+            results.append(bench.result(engine, job, targets, f" in all{count}" if len(targets) > 1 else count))
+            against += bench.beside(engine, job)
         long_run = bench.long_run(places.engines[0]) if settings.long_run_seconds and _writes(jobs) else None
         rows = [result.row for result in results]
         notes = [*places.notes, *bench.notes, *cache_notes(rows, bench.resident_share, len(targets))]

@@ -24,7 +24,7 @@ def tune(settings: NvmeSettings, places: Places, end: float, observer: Observer)
         targets, written_bytes = open_targets(
             places, candidate_jobs(), write_seconds=_WRITE_SECONDS, tell=observer.phase, resources=resources
         )
-        bench = NvmeBench(settings, targets, None, observer)
+        bench = NvmeBench(settings, places, targets, None, observer)
         bench.written_bytes = written_bytes
         results: list[Result] = []
 

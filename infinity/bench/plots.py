@@ -39,13 +39,14 @@ def plot_nvme(path: Path, rows: Sequence[Row]) -> None:
 
     `rows` are of infinity's engines and of fio. Call `require_plotting` first.
     """
-    panels = list(dict.fromkeys((row.op, row.engine) for row in rows))
-    num_columns = len(panels) + 1
-    figure = new_figure(_INCHES_WIDE * num_columns, _INCHES_HIGH)
-    axes = figure.subplots(1, num_columns, squeeze=False)[0]
-    for axis, (op, engine) in zip(axes, panels, strict=False):
-        _draw_heat_map(axis, [row for row in rows if (row.op, row.engine) == (op, engine)], f"{op}, {engine}")
-    _draw_best(axes[-1], rows)
+    engines, ops = (list(dict.fromkeys(values)) for values in ([row.engine for row in rows], [row.op for row in rows]))
+    figure = new_figure(_INCHES_WIDE * (len(ops) + 1), _INCHES_HIGH * len(engines))
+    grid = figure.add_gridspec(len(engines), len(ops) + 1)
+    for line, engine in enumerate(engines):
+        for column, op in enumerate(ops):
+            shown = [row for row in rows if (row.op, row.engine) == (op, engine)]
+            _draw_heat_map(figure.add_subplot(grid[line, column]), shown, f"{op}, {engine}, GB/s")
+    _draw_best(figure.add_subplot(grid[:, -1]), rows)
     figure.savefig(path, format="png")
 
 

@@ -79,8 +79,10 @@ def show_report(report: Report) -> None:
     if report.long_run:
         rates = "  ".join(f"{rate / 1e9:.2f}" for rate in report.long_run.rates)
         console.print(Text(f"writing without a pause, GB/s every {report.long_run.interval_seconds:.2g} s:  {rates}"))
+    engines = [engine for engine, is_direct in report.places.direct.items() if is_direct]
+    direct = f"O_DIRECT with {', '.join(engines)}" if engines else "no O_DIRECT"
     for facts in report.places.directories:
-        console.print(Text(f"{facts.path}: {facts.file_system}, {'O_DIRECT' if report.places.direct else 'no O_DIRECT'}"))
+        console.print(Text(f"{facts.path}: {facts.file_system}, {direct}"))
     console.print(Text(f"file {format_bytes(report.file_bytes)}, written in all {format_bytes(report.written_bytes)}"))
     for note in report.notes:
         console.print(Text(note), soft_wrap=True)
