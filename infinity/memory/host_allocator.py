@@ -28,6 +28,7 @@ _SETTINGS = {
     "M_ARENA_MAX": (-8, 2),  # each arena keeps its own holes
 }
 _TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it once, when it allocates its first CPU tensor
+_HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PROBE_BYTES = 16 * MIB
 
 Mallopt = Callable[[int, int], int]  # returns 1 when the setting was taken
@@ -54,11 +55,19 @@ def tune_host_allocator() -> HostAllocator:
     if not returned:
         notes += ("Freed CPU tensors stay with the process, so its memory may exceed the ledger's peak.",)
     if not huge:
-        notes += (
-            "CPU tensors are not on huge pages, so that large ones cost more time to allocate; "
-            "/sys/kernel/mm/transparent_hugepage/enabled should be madvise or always.",
-        )
+        notes += (f"CPU tensors are not on huge pages, so large ones cost more time to allocate: {why_no_huge_pages()}",)
     return HostAllocator(returned, huge, notes)
+
+
+def why_no_huge_pages(setting: Path = _HUGE_PAGE_SETTING) -> str:
+    """Return the reason and the remedy, a sentence: the kernel has them switched off, or torch was asked too late."""
+    try:
+        enabled = setting.read_text()
+    except OSError:
+        return "this kernel has none."
+    if "[never]" in enabled:
+        return f"{setting} should be madvise or always."
+    return f"torch had made a tensor before it was asked; set {_TORCH_HUGE_PAGES}=1 in the environment."
 
 
 def find_mallopt() -> Mallopt | None:

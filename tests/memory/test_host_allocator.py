@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.memory.host_allocator import apply_settings
+from infinity.memory.host_allocator import apply_settings, why_no_huge_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = """
@@ -60,3 +60,12 @@ def test_every_refused_setting_is_named() -> None:
     assert asked[0] == (-3, 2 << 20)
     assert apply_settings(lambda parameter, value: 1) == ()
     assert "no mallopt" in apply_settings(None)[0]
+
+
+def test_missing_huge_pages_have_a_reason_that_holds(tmp_path: Path) -> None:
+    """The kernel is named where it has them switched off or not at all; otherwise torch was asked too late."""
+    setting = tmp_path / "enabled"
+    assert "this kernel has none" in why_no_huge_pages(setting)
+    for text, said in (("always madvise [never]\n", f"{setting} should be"), ("always [madvise] never\n", "environment")):
+        setting.write_text(text)
+        assert said in why_no_huge_pages(setting)
