@@ -51,7 +51,7 @@ def measure_rates(directory: Path, file_bytes: int = 4 << 30, engine_kind: str =
     settings = NvmeSettings((directory,), size_bytes=file_bytes, engine=engine_kind)
     with ExitStack() as resources:
         places = check_places(settings, (read, write), resources)
-        targets, _ = open_targets(places, (read, write), write_seconds=None, tell=print, resources=resources)
+        targets, _ = open_targets(places, (read, write), write_seconds=None, tell=lambda _: None, resources=resources)
         rates = []
         for job in (write, read):
             with open_for(targets, places.engines[0], job) as (engines, _):

@@ -223,7 +223,8 @@ def test_a_signal_removes_the_files(
 
     def interrupt() -> None:
         seen.append(files_below(disk))
-        os.kill(os.getpid(), number)
+        if seen[0]:  # the benchmark runs, so its handlers are in place
+            os.kill(os.getpid(), number)
 
     def phase(_: PlainObserver, text: str) -> None:
         if text.startswith("threads, read"):
