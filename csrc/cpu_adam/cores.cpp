@@ -34,20 +34,17 @@ std::vector<int> cores_of(CoreShare share) {
     return {all.begin() + begin, all.begin() + begin + size};
 }
 
-int current_core() { return sched_getcpu(); }
-
-void bind(std::thread& thread, int core) {
+void bind(std::thread& thread, const std::vector<int>& cores) {
     cpu_set_t mask;
     CPU_ZERO(&mask);
-    CPU_SET(core, &mask);
+    for (const int core : cores) CPU_SET(core, &mask);
     pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask);
 }
 
 #else
 
 std::vector<int> cores_of(CoreShare) { return {}; }
-int current_core() { return -1; }
-void bind(std::thread&, int) {}
+void bind(std::thread&, const std::vector<int>&) {}
 
 #endif
 

@@ -15,10 +15,7 @@ struct CoreShare {
 // The cores of the share, as the process's affinity mask is now, in ascending order. Every share has a core at least.
 std::vector<int> cores_of(CoreShare share);
 
-// The core that the calling thread is on at the moment; -1 where that is not known.
-int current_core();
-
-// Lets `thread` run on `core` only. A refusal is ignored: the thread then runs where it is allowed to.
-void bind(std::thread& thread, int core);
+// Lets `thread` run on `cores` only. A refusal is ignored: the thread then runs where it is allowed to.
+void bind(std::thread& thread, const std::vector<int>& cores);
 
 }  // namespace cpu_adam

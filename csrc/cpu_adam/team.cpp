@@ -48,11 +48,11 @@ Team::~Team() {
 
 void Team::share_out(Job& job) {
     const std::lock_guard<std::mutex> turn(turn_);
-    place_workers();
+    const std::size_t num_placed = place_workers();
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         job_ = &job;
-        num_awake_ = std::min(bound_to_.size(), job.num_chunks - 1);
+        num_awake_ = std::min(num_placed, job.num_chunks - 1);
     }
     started_.notify_all();
     job.take_chunks();
@@ -63,36 +63,15 @@ void Team::share_out(Job& job) {
     finished_.wait(lock, [this] { return num_inside_ == 0; });
 }
 
-// As few changes as there can be: they are calls into the system.
-void Team::place_workers() {
+// Returns how many workers have a core, beside the one that the caller needs.
+std::size_t Team::place_workers() {
     const std::vector<int> cores = cores_of(share_);
-    if (cores.empty()) {
-        bound_to_.assign(workers_.size(), -1);
-        return;
-    }
-    const auto bind_to = [this](std::size_t worker, int core) {
-        bound_to_[worker] = core;
-        bind(workers_[worker], core);
-    };
-    const int mine = current_core();
+    if (cores.empty()) return workers_.size();
     if (cores != cores_) {
+        for (auto& worker : workers_) bind(worker, cores);
         cores_ = cores;
-        bound_to_.assign(std::min(workers_.size(), cores.size() - 1), -1);
-        std::size_t next = 0;
-        for (std::size_t worker = 0; worker < bound_to_.size(); ++worker) {
-            if (cores[next] == mine) ++next;
-            bind_to(worker, cores[next++]);
-        }
-        return;
     }
-    const auto taken = std::find(bound_to_.begin(), bound_to_.end(), mine);
-    if (taken == bound_to_.end()) return;
-    for (const int core : cores) {
-        if (std::find(bound_to_.begin(), bound_to_.end(), core) == bound_to_.end()) {
-            bind_to(static_cast<std::size_t>(taken - bound_to_.begin()), core);
-            return;
-        }
-    }
+    return std::min(workers_.size(), cores.size() - 1);
 }
 
 void Team::work(std::size_t index) {

@@ -16,8 +16,9 @@ namespace cpu_adam {
 // Runs chunks of work on `num_threads` threads, of which the caller is one. Any thread may call; calls take turns.
 // All chunks run with the default floating-point environment: round to nearest, subnormals kept.
 //
-// Each worker is bound to a core of its own, which is not the caller's; the caller itself may go where it likes. The mask of
-// the process is read before every run: where it has become smaller, the workers that have no core left stay asleep.
+// The workers are bound to the cores of the process's share, all of them to all of these: bound to one each they would wait
+// where other threads are busy, while another core is free. The mask of the process is read before every run: where it has
+// become smaller, the workers that have no core left stay asleep. The caller may go where it likes.
 class Team {
 public:
     // In a child made by fork() the threads do not exist: work runs on the caller alone, and the team is never destroyed,
@@ -69,7 +70,7 @@ private:
     Team(std::size_t num_threads, CoreShare share);
     ~Team();
     void share_out(Job& job);
-    void place_workers();
+    std::size_t place_workers();
     void work(std::size_t index);
     bool owns_threads() const;
 
@@ -77,7 +78,6 @@ private:
     const CoreShare share_;
     std::mutex turn_;           // held by the one caller that is served
     std::vector<int> cores_;    // of the share, as they were last seen; guarded by turn_
-    std::vector<int> bound_to_; // the core of each worker that is awake in this run; guarded by turn_
     std::mutex mutex_;          // guards all below
     std::condition_variable started_, finished_;
     Job* job_ = nullptr;  // that workers may enter

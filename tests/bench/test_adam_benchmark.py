@@ -170,3 +170,14 @@ def test_options_that_mean_nothing_are_refused(arguments: list[str], named: str)
     answer = CliRunner().invoke(app, ["bench", "adam", *arguments])
     assert answer.exit_code == 2
     assert named in answer.output
+
+
+def test_a_picture_is_drawn_of_the_adam_benchmark(report: AdamReport, tmp_path: Path) -> None:
+    """The file is a PNG of some size."""
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    from infinity.bench.adam_plot import plot_adam
+
+    plot_adam(tmp_path / "adam.png", report.results)
+    content = (tmp_path / "adam.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
