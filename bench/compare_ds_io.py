@@ -1,7 +1,9 @@
 """DeepSpeed's async_io (what its ds_io measures) and infinity.aio in turn: one file moved whole, each side at its best.
 
-Both sides get the same file, which was written once, O_DIRECT and one buffer as long as it. What is written is synced after
-each run, apart. DeepSpeed lives in a virtual environment that this script makes; where it cannot, a sentence says why.
+Both sides get the same file, which was written once, O_DIRECT and one buffer as long as it, from their own allocators: ours
+is on huge pages, DeepSpeed's is not. So DeepSpeed is also measured with glibc's tunable for them, which is no setting of its
+own. What is written is synced after each run, apart. DeepSpeed lives in a virtual environment that this script makes; where
+it cannot, a sentence says why.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from infinity.memory.ledger import Ledger
 from infinity.states import Tier
 
 MIB = 1 << 20
-LEAST = 1.0
+LEAST, NOTHING = 1.0, 0.0  # what is promised
+AS_IT_IS, ON_HUGE_PAGES = "as it is", "on huge pages"
+VARIABLES = {AS_IT_IS: {}, ON_HUGE_PAGES: {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
 NUM_SWEEPS = 2
 # block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
 THEIR_SETTINGS = tuple(product((MIB, 8 * MIB), (32, 128), (False,), (False, True), (1, 2)))
@@ -106,15 +110,15 @@ def best_setting(side: TheirSide | OurSide, settings: tuple[Setting, ...], op: O
     return min(settings, key=shortest)
 
 
-def start_their_side(venv: Path, target: Target) -> TheirSide:
-    """Start DeepSpeed's worker. Raises Unavailable where DeepSpeed cannot be installed."""
+def start_their_side(venv: Path, target: Target, more: dict[str, str]) -> TheirSide:
+    """Start DeepSpeed's worker, with more variables. Raises Unavailable where DeepSpeed cannot be installed."""
     python, environment = prepare_deepspeed(venv)
     command = [str(python), str(WORKERS / "ds_io.py"), str(target.file.path), str(target.file_bytes)]
     pipe = subprocess.PIPE
-    return TheirSide(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+    return TheirSide(subprocess.Popen(command, env={**environment, **more}, stdin=pipe, stdout=pipe, text=True))
 
 
-def pair(op: Op, ours: OurSide, theirs: TheirSide, target: Target) -> tuple[Pairs, dict[str, Setting]]:
+def pair(op: Op, name: str, ours: OurSide, theirs: TheirSide, target: Target) -> tuple[Pairs, dict[str, Setting]]:
     """Return the two sides of one direction at their best settings, and these."""
     best = {"ours": best_setting(ours, OUR_SETTINGS, op, target), "theirs": best_setting(theirs, THEIR_SETTINGS, op, target)}
 
@@ -123,7 +127,9 @@ def pair(op: Op, ours: OurSide, theirs: TheirSide, target: Target) -> tuple[Pair
         target.file.sync()
         return Measurement(target.file_bytes / seconds, target.file_bytes)
 
-    return Pairs(op.value, LEAST, lambda: measure(ours, best["ours"]), lambda: measure(theirs, best["theirs"])), best
+    least = LEAST if name == AS_IT_IS else NOTHING
+    what = f"{op.value}, {name}"
+    return Pairs(what, least, lambda: measure(ours, best["ours"]), lambda: measure(theirs, best["theirs"])), best
 
 
 def main() -> int:
@@ -144,15 +150,17 @@ def main() -> int:
         arena = open_arena(num_bytes, ledger=Ledger({}), tier=Tier.CPU, owner="compare_ds_io", pin=False)
         resources.callback(arena.close)
         fill_randomly(arena.buffer)
-        try:
-            theirs = start_their_side(arguments.venv.resolve(), target)
-        except Unavailable as reason:
-            print(reason)
-            return 0
-        resources.callback(theirs.close)
         ours = OurSide(target, arena.buffer)
         resources.callback(ours.close)
-        found = [pair(op, ours, theirs, target) for op in Op]
+        found = []
+        for name, variables in VARIABLES.items():
+            try:
+                theirs = start_their_side(arguments.venv.resolve(), target, variables)
+            except Unavailable as reason:
+                print(reason)
+                return 0
+            resources.callback(theirs.close)
+            found += [pair(op, name, ours, theirs, target) for op in Op]
         jobs = [job for job, _ in found]
         measure_until_decided(jobs, arguments.pairs, lambda: end - time.monotonic())
     settings = {job.what: best for job, best in found}

@@ -26,7 +26,7 @@ class Pairs:
     """What was measured of one job so far. In every other pair the sides change places, so that drift meets both alike."""
 
     what: str
-    target: float  # the least ratio of ours to theirs
+    target: float  # the least ratio of ours to theirs; 0: nothing is promised
     run_ours: Callable[[], Measurement]
     run_theirs: Callable[[], Measurement]
     ours: list[Measurement] = field(default_factory=list)
@@ -56,6 +56,8 @@ class Pairs:
 
     @property
     def verdict(self) -> str:
+        if not self.target:
+            return "nothing promised"
         met = "met" if median(self.ratios) >= self.target else "missed"
         return met if self.is_decided else f"{met}, within noise"
 
@@ -101,7 +103,7 @@ def pairs_table(jobs: list[Pairs], ours: str, theirs: str) -> str:
             job.what,
             *(f"{median(m.bytes_per_second for m in side) / 1e9:.3f}" for side in (job.ours, job.theirs)),
             f"{median(job.ratios):.3f}", f"{low:.3f}-{high:.3f}", str(len(job.ratios)),
-            f"{min(control):.3f}-{max(control):.3f}" if control else "", f"{job.target}", job.verdict,
+            f"{min(control):.3f}-{max(control):.3f}" if control else "", f"{job.target or ''}", job.verdict,
         ])  # fmt: skip
     header = [
         "job",
