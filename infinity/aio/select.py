@@ -15,7 +15,7 @@ from pathlib import Path
 
 from infinity.aio.buffered import open_buffered
 from infinity.aio.direct import TEMPORARY_PREFIX
-from infinity.aio.engine import Engine
+from infinity.aio.engine import Engine, EngineFacts, MemoryRange
 from infinity.aio.failures import storage_error
 from infinity.aio.files import DirectFile, open_direct
 from infinity.aio.filesystems import memory_filesystem, network_filesystem
@@ -40,6 +40,8 @@ class Probe:
 
     engine: str
     direct: bool
+    registers_files: bool
+    registers_buffers: bool  # small ones; the locked memory that the real ones need is theirs to find out
     notes: tuple[str, ...]
 
 
@@ -65,9 +67,14 @@ def probe(directory: Path, kind: str = "auto") -> Probe:
     candidates = _candidates(kind)
     notes: list[str] = []
     with _probe_file(Path(directory)) as file:
-        name = _first_that_works(candidates, file, notes)
-        direct = file.direct and name != "buffered"
-        return Probe(name, direct, (*notes, *_notes_on(directory, file, name)))
+        name, facts = _first_that_works(candidates, file, notes)
+        return Probe(
+            engine=name,
+            direct=file.direct and name != "buffered",
+            registers_files=facts.registered_files,
+            registers_buffers=facts.registered_buffers,
+            notes=(*notes, *_notes_on(directory, file, name)),
+        )
 
 
 def _candidates(kind: str) -> tuple[str, ...]:
@@ -98,27 +105,30 @@ def _notes_on(directory: Path, file: DirectFile, engine: str) -> Iterator[str]:
         )
 
 
-def _first_that_works(candidates: tuple[str, ...], file: DirectFile, notes: list[str]) -> str:
-    """Return the first engine whose round trip works; what kept those before it from working goes to the notes.
+def _first_that_works(candidates: tuple[str, ...], file: DirectFile, notes: list[str]) -> tuple[str, EngineFacts]:
+    """Return the first engine whose round trip works, and what it registered; why not those before it goes to the notes.
 
     Where the disk is at fault they all fail in the same way, and the last one's error is raised.
     """
     for name, then in itertools.pairwise(candidates):
         try:
-            return _round_trip(_OPENERS[name](queue_depth=4, block_bytes=PAGE_BYTES), file)
+            return name, _round_trip(_OPENERS[name](queue_depth=4, block_bytes=PAGE_BYTES), file)
         except PlatformError as error:
             notes.append(f"{error} {_INSTEAD[then]}")
         except StorageError as error:
             notes.append(f"{_SUBJECTS[name]} cannot be used in {file.path.parent}: {error} {_INSTEAD[then]}")
-    return _round_trip(_OPENERS[candidates[-1]](queue_depth=4, block_bytes=PAGE_BYTES), file)
+    last = candidates[-1]
+    return last, _round_trip(_OPENERS[last](queue_depth=4, block_bytes=PAGE_BYTES), file)
 
 
-def _round_trip(engine: Engine, file: DirectFile) -> str:
-    """Write a pattern, read it back, compare; return the engine's name. Raises StorageError."""
+def _round_trip(engine: Engine, file: DirectFile) -> EngineFacts:
+    """Write a pattern, read it back and compare, registered where that works, as a run does it. Raises StorageError."""
     pattern = os.urandom(_PROBE_BYTES)
     with mmap.mmap(-1, _PROBE_BYTES) as memory:
         try:
             address = address_of(memory)
+            engine.register(files=[file], memory=[MemoryRange(address, _PROBE_BYTES)])
+            facts = engine.facts
             memory[:] = pattern
             engine.submit([Request(Op.WRITE, file, 0, address, _PROBE_BYTES, memory)])[0].wait()
             memory[:] = bytes(_PROBE_BYTES)
@@ -132,7 +142,7 @@ def _round_trip(engine: Engine, file: DirectFile) -> str:
             remedy="Check the file system and the disk; give another directory.",
             errno=errno.EIO,
         )
-    return engine.name
+    return facts
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import shutil
 
 import torch
 
+from infinity.aio.select import Probe
 from infinity.byte_sizes import MIB, format_bytes
 from infinity.config.optimizer import OptimizerSection
 from infinity.engine import Engine, initialize
@@ -120,7 +121,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         for facts in checked.directories
     ]
     if checked.probe is not None:
-        rows.append(Row("engine", f"{checked.probe.engine}, {'direct' if checked.probe.direct else 'buffered'}"))
+        rows.append(Row("engine", _engine_words(checked.probe)))
         checksums = (
             f"CRC32C ({checksum_kernels()[0]}) of what is read from NVMe" if checked.config.infinity.checksums else "off"
         )
@@ -132,3 +133,9 @@ def _optimizer_words(section: OptimizerSection) -> str:
     params = section.params
     decay = f"weight decay {params.weight_decay:g}{'' if section.decoupled else ' in the gradient'}"
     return f"{section.type}, lr {params.lr:g}, betas {params.betas[0]:g} {params.betas[1]:g}, eps {params.eps:g}, {decay}"
+
+
+def _engine_words(found: Probe) -> str:
+    can = [name for name, works in (("files", found.registers_files), ("buffers", found.registers_buffers)) if works]
+    registers = f"can register {' and '.join(can)}" if can else "registers nothing"
+    return f"{found.engine}, {'direct' if found.direct else 'buffered'}, {registers}"

@@ -212,4 +212,10 @@ def _probe(config: Config, directories: Iterable[DirectoryFacts], reporter: Repo
     if not found:
         return None
     engine = max((one.engine for one in found), key=KINDS.index)  # the last in the order of preference
-    return Probe(engine, all(one.direct for one in found), notes)
+    return Probe(
+        engine=engine,
+        direct=all(one.direct for one in found),
+        registers_files=all(one.registers_files for one in found),
+        registers_buffers=all(one.registers_buffers for one in found),
+        notes=notes,
+    )

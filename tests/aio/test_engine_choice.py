@@ -29,9 +29,10 @@ def no_ring(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_what_this_machine_has(kind: str, tmp_path: Path) -> None:
-    """The probe names the engine whose round trip worked, and removes its file."""
+    """The probe names the engine whose round trip worked and what it registered, and removes its file."""
     found = probe(tmp_path, kind)
     assert found.engine == kind
+    assert (found.registers_files, found.registers_buffers) == (kind == "uring", kind == "uring")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -70,6 +70,19 @@ def test_every_note_of_the_engine_is_said_once(tmp_path: Path, monkeypatch: pyte
     assert {note: reporter.notes.count(note) for note in notes} == dict.fromkeys(notes, 1)
 
 
+def test_engine_and_registration_are_said(tmp_path: Path) -> None:
+    """The plan says what can be registered, a note and summary.json what is: with io_uring files and buffers."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+    summary, reporter = run(tmp_path, "out", {**NVME, "infinity.engine": "uring"})
+    [row] = [row.value for row in reporter.rows if row.name == "engine"]
+    assert row.startswith("uring, ")
+    assert row.endswith("can register files and buffers")
+    assert "Reads and writes: uring, files and buffers registered." in reporter.notes
+    written = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (written["engine"], written["registered_files"], written["registered_buffers"]) == ("uring", True, True)
+    assert any(row.name == "I/O" and "registered" in row.value for row in summary.rows())
+
+
 @pytest.mark.parametrize("is_bf16", [True, False])
 def test_disk_and_resume_change_no_bit(tmp_path: Path, is_bf16: bool) -> None:
     """All in RAM, all on disk, and stopped after step 2 and resumed: equal losses and equal weights, bit for bit."""
