@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 _SHORTEST_SAMPLE_SECONDS = 0.02
+_PAUSE_SECONDS = 0.005  # before each sample: OpenMP's threads spin a while before they sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def time_in_turn(
 
 
 def _time(contender: Contender, repeats: int, clock: Callable[[], float]) -> float:
+    time.sleep(_PAUSE_SECONDS)
     start = clock()
     for _ in range(repeats):
         contender.run()
