@@ -38,10 +38,10 @@ struct Vector {
     }
     static Int load_u16(const void* from, std::size_t index) { return _mm256_cvtepu16_epi32(load_16(from, index)); }
     static Int load_s16(const std::int16_t* from) { return _mm256_cvtepi16_epi32(load_16(from, 0)); }
-    // The low 16 bits of each element: masked first, because the only pack instruction saturates.
+    // The low 16 bits of each element: shuffled, because the only pack instruction saturates.
     static __m128i low_halves(Int value) {
-        const Int masked = _mm256_and_si256(value, _mm256_set1_epi32(0xFFFF));
-        const Int packed = _mm256_packus_epi32(masked, masked);
+        const __m128i bytes = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+        const Int packed = _mm256_shuffle_epi8(value, _mm256_broadcastsi128_si256(bytes));
         return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
     }
     static void store_u16(void* to, Int value) { _mm_storeu_si128(static_cast<__m128i*>(to), low_halves(value)); }

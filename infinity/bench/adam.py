@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -182,7 +183,7 @@ def _teams(names: Sequence[str], threads: Sequence[int]) -> list[list[AdamKernel
     """Return the kernels of each thread count, every count once; more threads than cores become as many as cores."""
     teams: dict[int, list[AdamKernel]] = {}
     for count in threads or (None,):
-        kernels = [open_kernel(num_threads=count, environment={KERNEL_VARIABLE: name}) for name in names]
+        kernels = [open_kernel(num_threads=count, environment={**os.environ, KERNEL_VARIABLE: name}) for name in names]
         teams.setdefault(kernels[0].num_threads, kernels)
     return list(teams.values())
 
