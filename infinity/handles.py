@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
+
+from infinity.errors import InfinityError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -57,6 +60,16 @@ class AllOf:
 
     def done(self) -> bool:
         return all(handle.done() for handle in self._handles)
+
+
+def wait_until_over(handles: Sequence[Handle[object]]) -> None:
+    """Wait for every handle, also when interrupted: for who takes away next what they use. Raises the first error."""
+    together = AllOf(handles)
+    try:
+        together.wait()
+    finally:  # at no cost where the first wait saw the end of all
+        with suppress(InfinityError):
+            together.wait()
 
 
 class Promise(Generic[T]):

@@ -19,7 +19,8 @@ from infinity.aio.files import DirectFile, open_direct
 from infinity.aio.filesystems import free_bytes
 from infinity.aio.request import Op, Request, address_of
 from infinity.byte_sizes import MIB
-from infinity.errors import StorageError, SwapSpaceError
+from infinity.errors import SwapSpaceError
+from infinity.handles import wait_until_over
 
 _BUFFER_BYTES = 8 * MIB  # of noise, written again and again: no file system compresses across that much
 _FILE_BYTES = 64 * MIB
@@ -154,12 +155,4 @@ def _request(op: Op, file: DirectFile, offset: int, memory: mmap.mmap) -> Reques
 
 
 def _move(engine: Engine, requests: Sequence[Request]) -> None:
-    """Wait for all of them, also when interrupted: the file is closed next, and its number is soon another's."""
-    handles = engine.submit(requests)
-    try:
-        for handle in handles:
-            handle.wait()
-    finally:
-        for handle in handles:
-            with contextlib.suppress(StorageError):
-                handle.wait()
+    wait_until_over(engine.submit(requests))  # the file is closed next, and its number is soon another's

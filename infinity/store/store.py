@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infinity.aio.engine import Engine
-from infinity.aio.files import open_direct
+from infinity.aio.files import DirectFile, open_direct
 from infinity.errors import CheckpointMismatch, IllegalTransition, StorageError
-from infinity.handles import AllOf, Handle
+from infinity.handles import Handle, wait_until_over
 from infinity.memory.arena import Buffer
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, open_pool
@@ -220,13 +220,13 @@ class Store:
         file = create_swap_file(path, num_bytes)
         try:
             io = SwapIo(self._engine, [file], self._recorder)
-            AllOf([io.write(extent, buffer) for _, extent, buffer in self._resident_buffers()]).wait()
+            wait_until_over([io.write(extent, buffer) for _, extent, buffer in self._resident_buffers()])
             file.sync()
         except StorageError:
             path.unlink(missing_ok=True)
             raise
         finally:
-            file.close()
+            _let_go(file, self._engine)
 
 
 def open_store(
@@ -312,14 +312,20 @@ def _read_resident(
     file = open_direct(path, create=False)
     try:
         io = SwapIo(engine, [file], recorder)
-        AllOf([io.read(extent, buffer) for _, extent, buffer in resident_buffers(table, cells)]).wait()
+        wait_until_over([io.read(extent, buffer) for _, extent, buffer in resident_buffers(table, cells)])
     finally:
-        file.close()
+        _let_go(file, engine)
     for name, extent, buffer in resident_buffers(table, cells):
         expected = parts.committed_checksums.get(checksum_key(RESIDENT_NAME, extent))
         if parts.checksums is not None and expected is not None:
             num_bytes, offset = extent.num_bytes, extent.offset
             require_checksum(parts.checksums, expected, buffer.address, num_bytes, path=path, offset=offset, name=name)
+
+
+def _let_go(file: DirectFile, engine: Engine) -> None:
+    """Close a file that was used once; what the engine has opened of it would keep its space after it is removed."""
+    engine.unregister(files=[file])
+    file.close()
 
 
 def _buffer_of(cell: BytesCell) -> Buffer | None:

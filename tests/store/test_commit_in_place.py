@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from store_cases import (
+    LazyEngine,
     assert_same_bytes,
     fill,
     fill_store,
@@ -22,7 +24,10 @@ from store_cases import (
 )
 
 from infinity.aio.engine import Engine
+from infinity.aio.request import Request
+from infinity.aio.select import open_engine
 from infinity.errors import CheckpointIncomplete, CheckpointMismatch, IllegalTransition, StorageError, SwapSpaceError
+from infinity.handles import Handle
 from infinity.memory.ledger import Ledger
 from infinity.states import Tier
 from infinity.store.commit import read_commit
@@ -270,3 +275,53 @@ def test_weights_that_are_filled_but_not_published_are_resident(tmp_path: Path, 
     adopted = make_store([], threads_engine, shards, adopt=tmp_path / "infinity-test")
     assert_same_bytes(read_store(adopted, shards), expected)
     adopted.close()
+
+
+def test_a_checkpoint_that_is_taken_back_frees_its_space(tmp_path: Path) -> None:
+    """The buffered engine opens files of its own: none of resident.bin stays, or its space would when it is removed."""
+    engine = open_engine("buffered", queue_depth=4, block_bytes=1 << 16)
+    shards = mixed(odd_layouts())
+    store = make_store([tmp_path], engine, shards)
+    fill_store(store, shards)
+    store.commit_in_place(MANIFEST)
+    store.close(keep=True)
+    assert _num_open(tmp_path) == 0
+    adopted = make_store([], engine, shards, adopt=tmp_path / "infinity-test")
+    assert _num_open(tmp_path, "resident.bin") == 0
+    adopted.close()
+    engine.close()
+
+
+def test_an_interrupted_commit_leaves_no_request_behind(
+    tmp_path: Path, threads_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while resident.bin is written: its number is soon another file's, so every write to it is over by then."""
+    engine, shards = LazyEngine(threads_engine), mixed(odd_layouts())
+    store = make_store([tmp_path], engine, shards)
+    fill_store(store, shards)
+    asked: list[Request] = []
+    submit, perform = engine.submit, engine.perform
+
+    def remembered(requests: Sequence[Request]) -> list[Handle[None]]:
+        asked.extend(requests)
+        return submit(requests)
+
+    def interrupted(request: Request) -> None:
+        monkeypatch.setattr(engine, "perform", perform)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "submit", remembered)
+    monkeypatch.setattr(engine, "perform", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.commit_in_place(MANIFEST)
+    done = [request for request in engine.done if request.file.path.name == "resident.bin"]
+    assert len(done) == len(asked) - 1 > 0  # all but the one whose wait was interrupted
+    store.close()
+
+
+def _num_open(directory: Path, name: str = "") -> int:
+    """How many descriptors of this process are on files below the directory, removed ones too."""
+    links = [
+        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")
+    ]
+    return sum(link.startswith(f"{directory}/") and name in link for link in links)
