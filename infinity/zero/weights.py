@@ -91,6 +91,7 @@ class Weights:
         }
         self._in_use = [0] * len(shards)
         self._update_is_due = [False] * len(shards)
+        self._update_is_begun = [False] * len(shards)  # ahead, and nobody has waited for the new weights yet
         self._order: ShardOrder = ()
         self._cursor = 0  # the visit that is being served
 
@@ -107,7 +108,7 @@ class Weights:
     def update_now(self, shards: Sequence[int]) -> None:
         """Make the updates that are due for these shards and wait until their weights are new."""
         for shard in shards:
-            if self._update_is_due[shard]:
+            if self._update_is_due[shard] or self._update_is_begun[shard]:
                 self.acquire(shard)
                 self.release(shard)
 
@@ -132,6 +133,7 @@ class Weights:
         self._make_ready(shard, slot)
         if slot.upload is not None:
             slot.upload.wait()  # also where another stream computes than the one that waited for it first
+        self._update_is_begun[shard] = False
         self._in_use[shard] += 1
         self._load_ahead()
         return self._shards[shard].views(slot.device)
@@ -210,12 +212,15 @@ class Weights:
         slot.source = self._in_host_memory.get(shard, slot.host)
         if fetch or self._update_is_due[shard]:
             slot.load = self._loader(shard, slot.source, fetch and slot.source is slot.host)
+        self._update_is_begun[shard] = self._update_is_begun[shard] or self._update_is_due[shard]
         self._update_is_due[shard] = False
         return slot
 
     def _put_out(self, slot: Slot) -> None:
         if slot.load is not None:
             slot.load.written.wait()
+        if slot.shard is not None:
+            self._update_is_begun[slot.shard] = False
         if slot.shard is not None and self._states[slot.shard].state is WeightState.READY:
             self._states[slot.shard].to(WeightState.SHARDED)
         slot.shard = None

@@ -99,6 +99,23 @@ def test_the_familiar_loop_computes_the_same_there(placement: str, nvme: Path, m
     require_same(train_familiarly(TINY_GPT, settings(nvme, num_micro_batches=2, **PLACEMENTS[placement])), expected)
 
 
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+def test_what_the_user_writes_on_the_device_is_the_master(bf16: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is written there between steps reaches the copy in RAM that is updated: the bits are the CPU's."""
+    states = []
+    for is_separate in (False, True):
+        if is_separate:
+            install(monkeypatch, late=True)
+        with open_engine(TINY_GPT.build(), settings(nvme, bf16=bf16, **PLACEMENTS["optimizer in ram"])) as engine:
+            batches = TINY_GPT.batches(0, 1, torch.bfloat16 if bf16 else torch.float32)
+            engine.train_batch(batches)
+            with torch.no_grad():
+                engine.module.get_parameter("blocks.0.up.weight")[::2] = 0.0
+            engine.train_batch(batches)
+            states.append(engine.state_dict())
+    require_same_state(states[1], states[0])
+
+
 def test_spilled_gradients_leave_the_device_through_one_slot(late: FakeTransfers, nvme: Path) -> None:
     """Gradients forced to NVMe: the same bits, and they were spilled."""
     config = settings(nvme, num_micro_batches=2, optim="nvme", params="nvme")

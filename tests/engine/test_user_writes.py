@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from kit import TINY_GPT, Run, open_engine, settings
+from kit import BULK, TINY_GPT, Run, open_engine, settings
 from torch import nn
 
+from infinity.optim.kernel import AdamKernel
 from infinity.optim.reference import split_master
 
 NAME = "blocks.0.up.weight"
@@ -50,6 +52,23 @@ def test_a_written_weight_is_the_new_master(write: Callable[[nn.Parameter], None
         assert torch.equal(engine.module.get_parameter(NAME), split_master(after)[0])
         assert (after - written.float()).abs().max() < 5e-3
         assert not torch.equal(after, written.float())
+
+
+def test_resident_weights_are_new_when_the_step_returns(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the update takes: what is read or written right after a step meets no weight that is still to change."""
+    update = AdamKernel.adam_update
+
+    def slow_update(*args: object, **kwargs: object) -> None:
+        time.sleep(0.003)
+        update(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AdamKernel, "adam_update", slow_update)
+    with open_engine(BULK.build(), settings(nvme)) as engine:
+        for step in range(2):
+            engine.train_batch(BULK.batches(step, 1, torch.bfloat16))
+            seen = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+            state = engine.state_dict()
+            assert [name for name, value in seen.items() if not torch.equal(value, split_master(state[name])[0])] == []
 
 
 def test_writes_count_at_the_next_step_without_a_look(nvme: Path) -> None:
