@@ -9,10 +9,13 @@ process, and what fio says of the thread that runs its job.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +24,8 @@ from claims import Claim, as_json, claims_table
 from pairs import Measurement, Pairs, cpu_seconds_per_gb, measure_until_decided, pairs_table
 from provenance import ROOT, describe_directory, output_of, write_results
 
-from infinity.aio.engine import Engine, MemoryRange
+from infinity.aio.engine import Engine, EngineFacts, MemoryRange
+from infinity.aio.files import DirectFile, open_direct
 from infinity.aio.request import Op, Request
 from infinity.aio.select import open_engine
 from infinity.bench.fio import LIBAIO, URING, URING_PLAIN, Fio, FioEngine, find_fio
@@ -30,6 +34,7 @@ from infinity.bench.nvme_jobs import Job, NvmeSettings, Traffic, batches_of
 from infinity.bench.nvme_measure import Timing, process_cpu_seconds, run_steadily
 from infinity.bench.nvme_places import check_places
 from infinity.bench.nvme_stream import Target
+from infinity.handles import AllOf
 
 MIB = 1 << 20
 LARGE_JOBS = tuple(Job(traffic, *shape) for shape in ((MIB, 32), (4 * MIB, 16)) for traffic in Traffic)
@@ -37,14 +42,17 @@ SMALL_JOB = Job(Traffic.READ, 4096, 64)
 LEAST_LARGE, LEAST_SMALL, MOST_CPU, MOST_OVERHEAD_US = 0.97, 0.85, 1.2, 20.0
 FIO_ENGINES = (URING, URING_PLAIN, LIBAIO)
 MOST_EXACT = 1e-4  # CPU seconds per GB that can be told from none
-NUM_OVERHEAD_REQUESTS = 20_000
+NUM_OVERHEAD_ROUNDS, NUM_OVERHEAD_REQUESTS = 21, 1024
 
 
 def run_fio(fio: Fio, target: Target, job: Job, engine: FioEngine, seconds: float) -> Measurement:
     """Run a job with fio, then sync what it wrote."""
     run = fio.run(job, engine, seconds, with_latency=False)
+    if job.traffic is Traffic.READ:
+        return Measurement(run.bytes_per_second, run.num_bytes, run.cpu_seconds)
+    begin = time.perf_counter()
     target.file.sync()
-    return Measurement(run.bytes_per_second, run.num_bytes, run.cpu_seconds)
+    return Measurement(run.bytes_per_second, run.num_bytes, run.cpu_seconds, time.perf_counter() - begin)
 
 
 def run_ours(engine: Engine, target: Target, job: Job, seconds: float) -> Measurement:
@@ -52,7 +60,7 @@ def run_ours(engine: Engine, target: Target, job: Job, seconds: float) -> Measur
     before = process_cpu_seconds()
     run = run_steadily(engine, target, job, Timing(0.0, seconds, 1, 0.0), threading.Event())
     cpu_seconds = process_cpu_seconds() - before
-    return Measurement(run.bytes_per_second, run.num_bytes, cpu_seconds)
+    return Measurement(run.bytes_per_second, run.num_bytes, cpu_seconds, run.fsync_seconds)
 
 
 def best_engine(fio: Fio, job: Job, seconds: float) -> FioEngine:
@@ -60,30 +68,49 @@ def best_engine(fio: Fio, job: Job, seconds: float) -> FioEngine:
     return max(FIO_ENGINES, key=lambda engine: fio.run(job, engine, seconds, with_latency=False).bytes_per_second)
 
 
-def overhead_us(engine: Engine, target: Target, batch: int) -> tuple[float, float]:
-    """Return what submitting and waiting for one request without bytes costs: CPU time of this thread, and time, in us.
+def overhead_us(engine: Engine, file: DirectFile, target: Target, batch: int) -> tuple[float, float]:
+    """Return what submitting and waiting for one request costs: CPU time of this thread, and time, in us.
 
-    Such a request takes the whole way through the engine but for the system call on the file, so nearly all of the CPU time
-    of the calling thread is Python, the binding, and handing the request to the engine's thread and taking its end.
+    The requests are for a block of a hole, so that they take the whole way through the engine and the kernel, and no disk.
+    Both are medians over rounds.
     """
-    requests = [Request(Op.READ, target.file, 0, target.memory.address, 0, target.memory)] * batch
-    cpu, begin = time.thread_time(), time.perf_counter()
-    for _ in range(NUM_OVERHEAD_REQUESTS // batch):
-        for handle in engine.submit(requests):
-            handle.wait()
-    count = NUM_OVERHEAD_REQUESTS // batch * batch
-    return (time.thread_time() - cpu) / count * 1e6, (time.perf_counter() - begin) / count * 1e6
+    request = Request(Op.READ, file, 0, target.memory.address, SMALL_JOB.block_bytes, target.memory)
+    requests, num_batches = [request] * batch, NUM_OVERHEAD_REQUESTS // batch
+    cpu_seconds, seconds = [], []
+    for _ in range(NUM_OVERHEAD_ROUNDS):
+        cpu, begin = time.thread_time(), time.perf_counter()
+        for _ in range(num_batches):
+            AllOf(engine.submit(requests)).wait()
+        cpu_seconds.append(time.thread_time() - cpu)
+        seconds.append(time.perf_counter() - begin)
+    count = num_batches * batch
+    return median(cpu_seconds) / count * 1e6, median(seconds) / count * 1e6
 
 
-def pair_jobs(fio: Fio, target: Target, seconds: float, resources: ExitStack) -> tuple[list[Pairs], dict[str, str]]:
-    """Return the jobs with their two sides, and the engine of fio for each."""
-    jobs, chosen = [], {}
+@contextmanager
+def open_hole(directory: Path) -> Iterator[DirectFile]:
+    """Yield a file of one block that no disk holds."""
+    with tempfile.NamedTemporaryFile(prefix=".infinity-hole-", dir=directory) as named:
+        os.truncate(named.name, SMALL_JOB.block_bytes)
+        file = open_direct(named.name, create=False)
+        try:
+            yield file
+        finally:
+            file.close()
+
+
+def pair_jobs(
+    fio: Fio, target: Target, seconds: float, resources: ExitStack
+) -> tuple[list[Pairs], dict[str, str], list[EngineFacts]]:
+    """Return the jobs with their two sides, the engine of fio for each, and what ours registered for each."""
+    jobs, chosen, facts = [], {}, []
     for job in (*LARGE_JOBS, SMALL_JOB):
         theirs = best_engine(fio, job, seconds)
         chosen[str(job)] = " ".join((theirs.name, *theirs.options))
         engine = open_engine("auto", queue_depth=job.queue_depth, block_bytes=job.block_bytes)
         resources.callback(engine.close)
         engine.register(files=[target.file], memory=[MemoryRange(target.memory.address, batches_of(job).num_bytes)])
+        facts.append(engine.facts)
         jobs.append(
             Pairs(
                 what=str(job),
@@ -92,7 +119,7 @@ def pair_jobs(fio: Fio, target: Target, seconds: float, resources: ExitStack) ->
                 run_theirs=lambda job=job, theirs=theirs: run_fio(fio, target, job, theirs, seconds),
             )
         )
-    return jobs, chosen
+    return jobs, chosen, facts
 
 
 def claims_of(jobs: list[Pairs], overhead: dict[str, float]) -> list[Claim]:
@@ -106,6 +133,16 @@ def claims_of(jobs: list[Pairs], overhead: dict[str, float]) -> list[Claim]:
     ]
     one = Claim("Python's overhead of one request (CPU of the caller)", overhead["one_cpu_us"], MOST_OVERHEAD_US, "us")
     return [*cpu, one]
+
+
+def fsync_words(jobs: list[Pairs]) -> str:
+    """Return how long the fsync after writing took on both sides, which is in none of the rates."""
+    medians = [
+        f"{job.what}: {' and '.join(f'{median(seconds) * 1e3:.1f}' for seconds in sides)}"
+        for job in jobs
+        if all(sides := [[m.fsync_seconds for m in side if m.fsync_seconds is not None] for side in (job.ours, job.theirs)])
+    ]
+    return f"fsync after each run, ms, infinity's and fio's: {'; '.join(medians)}."
 
 
 def main() -> int:
@@ -125,25 +162,29 @@ def main() -> int:
         places = check_places(settings, every, resources)
         (target,), _ = open_targets(places, every, write_seconds=None, tell=print, resources=resources)
         fio = Fio(find_fio(), target.file.path, target.file_bytes)
-        jobs, chosen = pair_jobs(fio, target, arguments.seconds, resources)
+        jobs, chosen, facts = pair_jobs(fio, target, arguments.seconds, resources)
         measure_until_decided(jobs, arguments.pairs, lambda: end - time.monotonic())
+        hole = resources.enter_context(open_hole(arguments.nvme))
         engine = open_engine("auto")
         resources.callback(engine.close)
-        cpu_one, time_one = overhead_us(engine, target, 1)
-        cpu_many, time_many = overhead_us(engine, target, 64)
-        facts = engine.name, places.direct[engine.name]
+        engine.register(files=[hole], memory=[MemoryRange(target.memory.address, SMALL_JOB.block_bytes)])
+        cpu_one, time_one = overhead_us(engine, hole, target, 1)
+        cpu_many, time_many = overhead_us(engine, hole, target, 64)
+        name = engine.name
     overhead = {"one_cpu_us": cpu_one, "one_us": time_one, "of_64_cpu_us": cpu_many, "of_64_us": time_many}
     claims = claims_of(jobs, overhead)
     results: dict[str, Any] = {
-        "disk": describe_directory(arguments.nvme), "fio": output_of("fio", "--version"), "engine": facts[0],
-        "direct": facts[1], "fio_engines": chosen, "jobs": [job.as_json() for job in jobs], "overhead": overhead,
-        "claims": as_json(claims),
+        "disk": describe_directory(arguments.nvme), "fio": output_of("fio", "--version"), "engine": name,
+        "direct": places.direct[name], "registered_files": all(one.registered_files for one in facts),
+        "registered_buffers": all(one.registered_buffers for one in facts), "fio_engines": chosen,
+        "jobs": [job.as_json() for job in jobs], "overhead": overhead, "claims": as_json(claims),
     }  # fmt: skip
     small = jobs[-1]
     said = [
         pairs_table(jobs, "infinity", "fio"),
         f"4 KiB reads: {median(m.bytes_per_second for m in small.ours) / 4096:.0f} operations a second, fio "
         f"{median(m.bytes_per_second for m in small.theirs) / 4096:.0f}.",
+        fsync_words(jobs),
         claims_table(claims),
         f"One request at a time takes {time_one:.1f} us from submission to the end of waiting, {cpu_one:.1f} of them CPU "
         f"time of the caller; in batches of 64 one costs {time_many:.1f} us, {cpu_many:.1f} of them CPU time.",

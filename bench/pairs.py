@@ -14,11 +14,12 @@ from infinity.bench.spread import bootstrap_interval
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one side; `cpu_seconds` is None where it was not measured."""
+    """One run of one side; `cpu_seconds` is None where it was not measured, `fsync_seconds` where nothing was synced."""
 
     bytes_per_second: float
     num_bytes: int
     cpu_seconds: float | None = None
+    fsync_seconds: float | None = None
 
 
 @dataclass
