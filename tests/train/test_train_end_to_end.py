@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_engine_and_registration_are_said(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (written["engine"], written["registered_files"], written["registered_buffers"]) == ("uring", True, True)
     assert any(row.name == "I/O" and "registered" in row.value for row in summary.rows())
+
+
+def test_the_plan_says_how_the_update_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C51, C53, C56: instruction set, threads of how many cores, and the hyper-parameters in force."""
+    monkeypatch.setenv("INFINITY_CPU_ADAM", "scalar")
+    _, reporter = run(tmp_path, "out", {"infinity.adam_threads": 1, "optimizer.params.betas": (0.8, 0.95)})
+    said = {row.name: row.value for row in reporter.rows}
+    assert re.fullmatch(r"scalar, 1 of \d+ cores", said["adam"])
+    assert re.fullmatch(r"AdamW, lr .+, betas 0\.8 0\.95, eps 1e-08, weight decay .+", said["optimizer"])
 
 
 @pytest.mark.parametrize("is_bf16", [True, False])
