@@ -22,7 +22,7 @@ from compare_deepspeed import DEEPSPEED, WORKERS, Unavailable, prepare_deepspeed
 from pairs import Measurement, Pairs, measure_until_decided, pairs_table
 from provenance import ROOT, describe_directory, write_results
 
-from infinity.aio.engine import MemoryRange
+from infinity.aio.engine import EngineFacts, MemoryRange
 from infinity.aio.request import Op, Request
 from infinity.aio.select import open_engine
 from infinity.bench.nvme_bed import fill_randomly, open_targets
@@ -75,6 +75,7 @@ class OurSide:
     def __init__(self, target: Target, buffer: Buffer) -> None:
         self._target = target
         self._buffer = buffer
+        self.facts: list[EngineFacts] = []  # of every engine that was opened
         self._setting: Setting = ()
         self._open = ExitStack()
 
@@ -86,6 +87,7 @@ class OurSide:
             self._open.callback(self._engine.close)
             memory = MemoryRange(self._buffer.address, self._buffer.num_bytes)
             self._engine.register(files=[self._target.file], memory=[memory])
+            self.facts.append(self._engine.facts)
             self._setting = setting
         request = Request(op, self._target.file, 0, self._buffer.address, self._target.file_bytes, self._buffer)
         begin = time.perf_counter()
@@ -124,8 +126,10 @@ def pair(op: Op, name: str, ours: OurSide, theirs: TheirSide, target: Target) ->
 
     def measure(side: OurSide | TheirSide, setting: Setting) -> Measurement:
         seconds = side.seconds(setting, op)
+        begin = time.perf_counter()
         target.file.sync()
-        return Measurement(target.file_bytes / seconds, target.file_bytes)
+        fsync_seconds = time.perf_counter() - begin if op is Op.WRITE else None
+        return Measurement(target.file_bytes / seconds, target.file_bytes, fsync_seconds=fsync_seconds)
 
     least = LEAST if name == AS_IT_IS else NOTHING
     what = f"{op.value}, {name}"
@@ -164,7 +168,12 @@ def main() -> int:
         jobs = [job for job, _ in found]
         measure_until_decided(jobs, arguments.pairs, lambda: end - time.monotonic())
     settings = {job.what: best for job, best in found}
-    results = {"disk": describe_directory(arguments.nvme), "settings": settings, "jobs": [job.as_json() for job in jobs]}
+    results = {
+        "disk": describe_directory(arguments.nvme), "settings": settings,
+        "registered_files": all(one.registered_files for one in ours.facts),
+        "registered_buffers": all(one.registered_buffers for one in ours.facts),
+        "jobs": [job.as_json() for job in jobs],
+    }  # fmt: skip
     table = pairs_table(jobs, "infinity", "DeepSpeed")
     said = "\n".join(
         f"{what}: infinity block {best['ours'][0]}, depth {best['ours'][1]}; DeepSpeed block_size, queue_depth, "
