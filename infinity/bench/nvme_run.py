@@ -64,7 +64,7 @@ class NvmeBench:
         return result
 
     def beside(self, engine: str, job: Job) -> list[Row]:
-        """Run the same job with fio on the same file, with the engine of fio that is nearest."""
+        """Run the same job with fio on the first target's file, with the engine of fio that is nearest."""
         if self._fio is None:
             return []
         fio_engine = URING if engine == "uring" else LIBAIO
@@ -126,6 +126,8 @@ def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program
         long_run = bench.long_run(places.engines[0]) if settings.long_run_seconds and _writes(jobs) else None
         rows = [result.row for result in results]
         notes = [*places.notes, *bench.notes, *cache_notes(rows, bench.resident_share, len(targets))]
+        if fio is not None and len(targets) > 1:
+            notes.append(f"fio ran in {places.directories[0].path} alone: its lines stand beside those of that directory.")
         if long_run is not None:
             notes.append(slowdown_note(long_run))
         return Report(

@@ -96,8 +96,9 @@ def test_the_ring_says_what_it_registered(disk: Path, tmp_path: Path) -> None:
     assert all(isinstance(row[key], bool) for row in rows for key in ("registered_buffers", "registered_files"))
 
 
-def test_fio_stands_beside_it_in_the_same_form(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of fio have the same keys and the engine "fio:<engine>"."""
+@pytest.fixture
+def fio_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program named fio that reports 1 GB/s, whatever it is asked."""
     moved = {"io_bytes": 10**9, "bw_bytes": 10**9, "clat_ns": {"max": 7000}}
     report = {"jobs": [{"error": 0, "mixed": moved, "usr_cpu": 1.0, "sys_cpu": 1.0, "job_runtime": 1000}]}
     stand_in = tmp_path / "bin" / "fio"
@@ -105,13 +106,23 @@ def test_fio_stands_beside_it_in_the_same_form(disk: Path, tmp_path: Path, monke
     stand_in.write_text(f"#!/bin/sh\ncat <<'E'\n{json.dumps(report)}\nE\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("fio_stand_in")
+@pytest.mark.parametrize("num_directories", [1, 2])
+def test_fio_stands_beside_it_in_the_same_form(disk: Path, tmp_path: Path, num_directories: int) -> None:
+    """Rows of fio have the same keys and the engine "fio:<engine>"; a note names the one directory that it ran in."""
     out = tmp_path / "out.json"
-    answer = bench("--nvme", disk, *QUICK, "--op", "read", "--engine", "threads", "--against", "fio", "--json", out)
+    others = ["--nvme", tmp_path / "other"][: 2 * (num_directories - 1)]
+    asked = [*QUICK, "--op", "read", "--engine", "threads", "--against", "fio", "--json", out]
+    answer = bench("--nvme", disk, *others, *asked)
     assert answer.exit_code == 0, answer.output
-    (row,) = json.loads(out.read_text())["against"]
+    found = json.loads(out.read_text())
+    (row,) = found["against"]
     assert row.keys() == ROW_KEYS
     assert (row["engine"], row["bytes_per_second"], row["latency_max_us"]) == ("fio:libaio", 1e9, 7.0)
     assert "fio:libaio" in answer.stdout
+    assert sum(f"fio ran in {disk} alone" in note for note in found["notes"]) == num_directories - 1
 
 
 def test_two_directories_are_measured_each_and_together(disk: Path, tmp_path: Path) -> None:
