@@ -170,10 +170,12 @@ class BufferedEngine:
         handle.finish()
 
     async def _forget(self, files: Sequence[DirectFile], forgotten: Promise[None]) -> None:
-        for file in files:
-            if (opened := self._files.pop(file, None)) is not None:
-                await opened.close()
-        forgotten.resolve(None)
+        try:
+            for file in files:
+                if (opened := self._files.pop(file, None)) is not None:
+                    await opened.close()
+        finally:
+            forgotten.resolve(None)
 
 
 def open_buffered(*, queue_depth: int, block_bytes: int, faults: Mapping[int, int] | None = None) -> BufferedEngine:

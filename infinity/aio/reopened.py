@@ -42,7 +42,9 @@ class Reopened:
         """Close them all; none is lent."""
         while not self._idle.empty():
             opened = self._idle.get_nowait()
-            with suppress(OSError):  # what writing back gives is the business of DirectFile.sync
+            # OSError: what writing back gives is the business of DirectFile.sync. RuntimeError: the interpreter ends and the
+            # executor takes no call any more; then the file is closed where it is let go of.
+            with suppress(OSError, RuntimeError):
                 await opened.close()
 
     async def _take(self) -> Any:

@@ -168,6 +168,28 @@ def test_an_interpreter_that_ends_with_an_open_engine(kind: str, tmp_path: Path)
     assert result.stderr == "" or "closed first" in result.stderr
 
 
+def test_an_engine_that_is_closed_when_the_interpreter_ends(kind: str, tmp_path: Path) -> None:
+    """Files are unregistered and the engine is closed after threads may no longer be asked for anything: nothing hangs."""
+    script = (
+        "import atexit, os, sys\n"
+        "from aio_cases import Memory, open_kind\n"
+        "from infinity.aio.files import open_direct\n"
+        "engine, memory = open_kind(sys.argv[1]), Memory(1 << 20)\n"
+        "file = open_direct(sys.argv[2], create=True)\n"
+        "engine.submit([memory.write(file, 0)])[0].wait()\n"
+        "def end():\n"
+        "    engine.unregister(files=[file])\n"
+        "    links = [f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd')]\n"
+        "    print(sum(os.path.lexists(link) and os.readlink(link) == sys.argv[2] for link in links))\n"
+        "    file.close()\n"
+        "    engine.close()\n"
+        "atexit.register(end)\n"
+        "sys.exit(7)\n"
+    )
+    result = run_python("-c", script, kind, str(tmp_path / "file"), timeout_seconds=60)
+    assert (result.returncode, result.stdout, result.stderr) == (7, "1\n", "")  # its own descriptor alone
+
+
 def test_a_dropped_ring_is_closed(file: DirectFile) -> None:
     """An io_uring engine that is dropped without a close finishes its writes and ends its thread."""
     pytest.importorskip("infinity._aio", reason="built without liburing")
