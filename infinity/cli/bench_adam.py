@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinity.cli.bench_outputs import check_outputs
 from infinity.cli.failures import failures_explained
 from infinity.errors import ConfigError
 
@@ -42,10 +43,7 @@ def adam(
     """Measure the optimizer's kernels against torch's AdamW and against a bare loop over the same bytes."""
     with failures_explained():
         count = None if parameters is None else _whole_number(parameters)
-        from infinity.bench.plots import require_plotting
-
-        if plot is not None:
-            require_plotting(plot)
+        check_outputs(json, plot)
         # Loads torch: not before everything cheap was checked.
         from rich.console import Console
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinity.cli.bench_outputs import check_outputs
 from infinity.cli.failures import failures_explained
 from infinity.errors import ConfigError
 
@@ -74,7 +75,7 @@ def nvme(
 
         resources.enter_context(stop_request())
         settings = _settings(flags)
-        _check_outputs(json_, plot)
+        check_outputs(json_, plot)
         if tune:
             _tune(settings, end, json_, plot, resources)
             return
@@ -140,19 +141,6 @@ def _find_fio(against: str | None) -> str | None:
     if against not in (None, "fio"):
         raise ConfigError(f"--against: {against!r} is not known.", remedy="Known: fio.")
     return find_fio() if against else None
-
-
-def _check_outputs(json_: Path | None, plot: Path | None) -> None:
-    """Raise ConfigError for a file that cannot be written at the end, PlatformError where plots cannot be drawn."""
-    for option, path in (("--json", json_), ("--plot", plot)):
-        if path is not None and path.exists() and not path.is_file():
-            raise ConfigError(f"{option}: {path} exists and is not a file.", remedy="Give the name of a file.")
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option}: there is no directory {path.parent}.", remedy="Make it, or give another file.")
-    if plot is not None:
-        from infinity.bench.plots import require_plotting
-
-        require_plotting(plot)
 
 
 def _write(report: Report, more: Mapping[str, object], json_: Path | None, plot: Path | None) -> None:

@@ -164,6 +164,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     (["--parameters", "many"], "'many' is not a whole number"),
     (["--parameters", "2.5"], "'2.5' is not a whole number"),
     (["--plot", "adam.pdf"], "adam.pdf"),
+    (["--json", "/nowhere/adam.json"], "there is no directory /nowhere"),
 ])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(arguments: list[str], named: str) -> None:
     """Exit code 2 and the value, before anything is measured."""
