@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kit import TINY_GPT, open_engine, settings, train_engine
 
+from infinity.aio.direct import TEMPORARY_PREFIX
 from infinity.aio.request import Request
 from infinity.aio.uring import UringEngine
 from infinity.config import Config
@@ -28,7 +29,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[UringEngine], list[str]]
 
     def submit(ring: UringEngine, requests: Sequence[Request]) -> list[Handle[None]]:
         known = ring._registration
-        if not known._memory and not known._files:  # a probe's ring
+        if all(one.file.path.name.startswith(TEMPORARY_PREFIX) for one in requests):  # a probe's ring
             return real(ring, requests)
         if ring not in rings:
             rings.append(ring)
