@@ -59,7 +59,7 @@ def train(
     flags = locals()
     from infinity.train.stopping import stop_request
 
-    with failures_explained(), stop_request():
+    with failures_explained(), stop_request() as stopping:
         from infinity.cli.display import open_display
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
         from infinity.train.preflight import check_run
@@ -81,6 +81,7 @@ def train(
                 from infinity.train.assemble import open_training_engine
                 from infinity.train.loop import train as run
 
+                stopping.raise_again()
                 summary = run(checked, display, open_training_engine)
     raise typer.Exit(summary.exit_code)
 

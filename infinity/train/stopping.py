@@ -25,6 +25,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._announce: Callable[[str], None] | None = None  # None: nothing is running that a signal would wait for
+        self._raised: signal.Signals | None = None
 
     def wait_for_steps(self, announce: Callable[[str], None]) -> None:
         """Steps are running from now on: a signal lets the one in flight end, and is announced."""
@@ -36,9 +37,15 @@ class StopRequest:
         if self._announce is None or self.signal is not None:
             for other in _SIGNALS:  # one more ends the process, whatever it is doing
                 signal.signal(other, signal.SIG_DFL)
+            self._raised = received
             raise Stopped(received)
         self.signal = received
         self._announce(f"{received.name}: this step ends first, then a checkpoint is written. Once more stops at once.")
+
+    def raise_again(self) -> None:
+        """Raise Stopped where it was raised before and lost: a module that is being imported may catch whatever comes."""
+        if self._raised is not None:
+            raise Stopped(self._raised)
 
     @property
     def exit_code(self) -> int:
@@ -49,7 +56,8 @@ class StopRequest:
 def stop_request() -> Iterator[StopRequest]:
     """Handle both signals inside the block, which may be inside another one.
 
-    Outside the main thread Python allows no handlers, so none are set.
+    Outside the main thread Python allows no handlers, so none are set. Raises Stopped at the end of the block where it was
+    lost inside.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -58,6 +66,7 @@ def stop_request() -> Iterator[StopRequest]:
     before = {number: signal.signal(number, request.handle) for number in _SIGNALS}
     try:
         yield request
+        request.raise_again()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
