@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def check_places(settings: NvmeSettings, jobs: Sequence[Job], resources: ExitSta
     facts: list[DirectoryFacts] = []
     notes: list[str] = []
     for path in settings.directories:
-        is_new = not path.exists()
+        is_new = not os.path.lexists(path)
         found = check_directory(path)
         if is_new:
             resources.callback(_remove_if_empty, found.path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.bench_outputs import check_outputs
+from infinity.cli.bench_outputs import check_outputs, writing
 from infinity.cli.failures import failures_explained
 from infinity.errors import ConfigError
 
@@ -58,11 +58,13 @@ def adam(
             from infinity.bench.provenance import provenance
 
             origin = provenance(["infinity", *sys.argv[1:]], packages=("torch", "numpy"))
-            json.write_text(json_module.dumps({"provenance": origin, **report.as_json()}, indent=2) + "\n")
+            with writing("--json", json):
+                json.write_text(json_module.dumps({"provenance": origin, **report.as_json()}, indent=2) + "\n")
         if plot is not None:
             from infinity.bench.adam_plot import plot_adam
 
-            plot_adam(plot, report.results)
+            with writing("--plot", plot):
+                plot_adam(plot, report.results)
 
 
 def _whole_number(text: str) -> int:

@@ -82,7 +82,9 @@ def show_report(report: Report) -> None:
     engines = [engine for engine, is_direct in report.places.direct.items() if is_direct]
     direct = f"O_DIRECT with {', '.join(engines)}" if engines else "no O_DIRECT"
     for facts in report.places.directories:
-        console.print(Text(f"{facts.path}: {facts.file_system}, {direct}"))
+        console.print(Text(f"{facts.path}: {facts.file_system}{'' if report.alone else f', {direct}'}"))
+    if report.alone:
+        console.print(Text(f"in all of them: {direct}" if engines else "no engine has O_DIRECT in all of them"))
     console.print(Text(f"file {format_bytes(report.file_bytes)}, written in all {format_bytes(report.written_bytes)}"))
     for note in report.notes:
         console.print(Text(note), soft_wrap=True)

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.bench_outputs import check_outputs
+from infinity.cli.bench_outputs import check_outputs, require_writable, writing
 from infinity.cli.failures import failures_explained
+from infinity.cli.options import parse_path
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.bench.nvme_jobs import NvmeSettings
     from infinity.bench.nvme_results import Report
+    from infinity.train.stopping import StopRequest
 
 _TUNE_SECONDS = 27.0  # of the whole command
 _TUNED_NAME = "infinity-nvme"
 _OPS = ("read", "write", "mixed", "all")
 
-_Nvme = Annotated[list[Path], typer.Option("--nvme", metavar="DIR", help="Directory on the disk; repeatable.")]
+_Nvme = Annotated[
+    list[Path], typer.Option("--nvme", metavar="DIR", help="Directory on the disk; repeatable.", parser=parse_path)
+]
 _Size = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Of the file in each. Default: 4GiB, or what fits.")
 ]
@@ -73,11 +77,11 @@ def nvme(
         from infinity.bench.nvme_places import check_places
         from infinity.train.stopping import stop_request
 
-        resources.enter_context(stop_request())
+        stopping = resources.enter_context(stop_request())
         settings = _settings(flags)
         check_outputs(json_, plot)
         if tune:
-            _tune(settings, end, json_, plot, resources)
+            _tune(settings, end, json_, plot, resources, stopping)
             return
         fio_program = _find_fio(against)
         jobs = jobs_of(settings)
@@ -86,28 +90,40 @@ def nvme(
         from infinity.bench.nvme_run import run
         from infinity.cli.bench_display import open_observer, show_report
 
+        stopping.raise_again()
         with open_observer() as observer:
             report = run(settings, jobs, places, fio_program, observer)
-        _write(report, {}, json_, plot)
         show_report(report)
+        _write(report, {}, json_, plot)
 
 
-def _tune(settings: NvmeSettings, end: float, json_: Path | None, plot: Path | None, resources: ExitStack) -> None:
+def _tune(
+    settings: NvmeSettings,
+    end: float,
+    json_: Path | None,
+    plot: Path | None,
+    resources: ExitStack,
+    stopping: StopRequest,
+) -> None:
     from infinity.bench.nvme_places import check_places
     from infinity.bench.nvme_tune import candidate_jobs, config_section, tuning_settings
 
+    require_writable("--tune", _free_name())
     settings = tuning_settings(settings)
     places = check_places(settings, candidate_jobs(), resources)
     from infinity.bench.nvme_tuning import tune
     from infinity.cli.bench_display import open_observer, show_report, show_tuned
 
+    stopping.raise_again()
     with open_observer() as observer:
         tuned, report = tune(settings, places, end, observer)
     section = config_section(tuned.best, [facts.path for facts in places.directories])
-    path = _write_new(json.dumps(section, indent=2) + "\n")
-    _write(report, {"config": section}, json_, plot)
     show_report(report)
+    path = _free_name()
+    with writing("--tune", path), path.open("x") as file:
+        file.write(json.dumps(section, indent=2) + "\n")
     show_tuned(section, path)
+    _write(report, {"config": section}, json_, plot)
 
 
 def _settings(flags: Mapping[str, Any]) -> NvmeSettings:
@@ -149,19 +165,19 @@ def _write(report: Report, more: Mapping[str, object], json_: Path | None, plot:
         from infinity.bench.provenance import provenance
 
         content = {**as_json(report, provenance(["infinity", *sys.argv[1:]])), **more}
-        json_.write_text(json.dumps(content, indent=2) + "\n")
+        with writing("--json", json_):
+            json_.write_text(json.dumps(content, indent=2) + "\n")
     if plot is not None:
         from infinity.bench.plots import plot_nvme
 
-        plot_nvme(plot, [*(result.row for result in report.results), *report.against])
+        with writing("--plot", plot):
+            plot_nvme(plot, [*(result.row for result in report.results), *report.against])
 
 
-def _write_new(text: str) -> Path:
-    """Write a file that was not there before, in the working directory, and return its name."""
+def _free_name() -> Path:
+    """Return the name of a file that is not there, in the working directory."""
     path, number = Path(f"{_TUNED_NAME}.json"), 1
     while os.path.lexists(path):
         number += 1
         path = Path(f"{_TUNED_NAME}-{number}.json")
-    with path.open("x") as file:
-        file.write(text)
     return path
