@@ -10,8 +10,8 @@ import pytest
 from bench_fakes import files_below
 from typer.testing import CliRunner
 
-from infinity.cli.main import app
 from infinity.cli.bench_outputs import require_writable, writing
+from infinity.cli.main import app
 from infinity.errors import StorageError
 
 QUICK = ["--size", "64MiB", "--block-size", "1MiB", "--queue-depth", "2", "--seconds", "0.05", "--long-run", "0"]
