@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,9 +36,12 @@ def doctor(nvme: _Nvme = None, as_json: _Json = False) -> None:
         from infinity.doctor.examine import examine
         from infinity.doctor.machine import this_machine
         from infinity.doctor.verdict import Report
+        from infinity.store.checks import require_distinct
 
+        directories = list(dict.fromkeys(nvme or ()))
+        require_distinct([path for path in directories if os.path.isdir(path)])  # training refuses it, too
         console = open_console(quiet=as_json)
-        report = Report(tuple(_shown(examine(this_machine(), nvme or ()), console)))
+        report = Report(tuple(_shown(examine(this_machine(), directories), console)))
         console.print(Text(f"\n{summary_of(report)}", style="bold"))
         if as_json:
             typer.echo(json.dumps(report.as_json(), indent=2))

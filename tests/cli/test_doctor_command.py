@@ -73,3 +73,19 @@ def test_an_empty_path_is_refused() -> None:
     answer = CliRunner().invoke(app, ["doctor", "--nvme", ""])
     assert answer.exit_code == 2
     assert "is not a path" in answer.output
+
+
+def test_a_directory_is_checked_once(found: list[Finding]) -> None:
+    """A path that is given twice is checked once, as a run would use it."""
+    found += [FINE]
+    assert CliRunner().invoke(app, ["doctor", "--nvme", "/mnt/ssd", "--nvme", "/mnt/ssd"]).exit_code == 0
+
+
+def test_two_names_of_one_directory_are_refused(tmp_path: Path) -> None:
+    """What `infinity train` refuses is not said to be fit for training: exit code 2, both names."""
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    disk.mkdir()
+    link.symlink_to(disk)
+    answer = CliRunner().invoke(app, ["doctor", "--nvme", str(disk), "--nvme", str(link)], env={"COLUMNS": "900"})
+    assert answer.exit_code == 2
+    assert f"{disk} and {link} are one and the same" in answer.output
