@@ -93,6 +93,7 @@ void *ring_thread(void *engine);
 /* registered.c; all of it belongs to the thread. */
 int run_register_file(aio_engine *engine, command *command);
 int run_unregister_file(aio_engine *engine, command *command);
+void let_go_of_files(aio_engine *engine); /* at once: the end of a ring does that only some time later */
 int run_register_memory(aio_engine *engine, command *command);
 int run_unregister_memory(aio_engine *engine, command *command);
 registered_file *file_of_ticket(aio_engine *engine, int32_t ticket); /* NULL: the ticket is not valid */

@@ -33,6 +33,12 @@ static int make_file_table(aio_engine *engine)
     return code;
 }
 
+void let_go_of_files(aio_engine *engine)
+{
+    if (engine->registered.has_files)
+        io_uring_unregister_files(&engine->ring);
+}
+
 static int make_range_table(aio_engine *engine)
 {
     registered_tables *tables = &engine->registered;

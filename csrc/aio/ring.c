@@ -434,6 +434,7 @@ void *ring_thread(void *argument)
     code = serve(engine);
     if (code)
         fail_all(engine, code);
+    let_go_of_files(engine);
     io_uring_queue_exit(&engine->ring);
     return NULL;
 }

@@ -181,6 +181,22 @@ def test_after_the_close(file: DirectFile) -> None:
     engine.unregister(files=[file], memory=[range_of(memory)])
 
 
+def test_a_closed_ring_lets_go_of_its_files_at_once() -> None:
+    """The other end of a registered pipe sees its end; so a removed file's space is free, and a disk unmounts."""
+    pytest.importorskip("infinity._aio", reason="built without liburing")
+    for _ in range(10):
+        engine = open_kind("uring")
+        reading, writing = os.pipe2(os.O_NONBLOCK)
+        pipe = DirectFile(Path("a-pipe"), writing, direct=False, in_memory=True, device=0)
+        engine.register(files=[pipe])
+        pipe.close()
+        with pytest.raises(BlockingIOError):  # the ring has it
+            os.read(reading, 1)
+        engine.close()
+        assert os.read(reading, 1) == b""
+        os.close(reading)
+
+
 def test_more_files_than_the_table_holds(ring: Engine, tmp_path: Path) -> None:
     """Files beyond the table are plain, with one note, and every file gets its own bytes; places are used again."""
     flags = os.O_RDWR | os.O_CREAT
