@@ -31,14 +31,16 @@ typedef struct {
 } aio_operation;
 
 typedef struct aio_request {
-    aio_operation operation; /* the caller's; everything else starts as zeros */
-    _Atomic int32_t state;   /* AIO_DONE or AIO_FAILED: over, and the engine will not touch it again */
-    int32_t code;            /* once over: 0, -errno or AIO_END_OF_FILE */
-    int64_t failed_offset;   /* once failed: the place in the file */
+    aio_operation operation;     /* the caller's; everything else starts as zeros */
+    _Atomic int32_t state;       /* AIO_DONE or AIO_FAILED: over, and the engine will not touch it again */
+    int32_t code;                /* once over: 0, -errno or AIO_END_OF_FILE */
+    int64_t failed_offset;       /* once failed: the place in the file */
+    int64_t latency_nanoseconds; /* once over: since its first piece was issued; 0 where none was */
     /* The rest is the engine's. */
-    int64_t issued_bytes; /* given to pieces so far */
-    int32_t in_flight;    /* pieces at the kernel */
-    int32_t waiters;      /* under the engine's lock */
+    int64_t issued_nanoseconds; /* when its first piece was, by CLOCK_MONOTONIC; 0: not yet */
+    int64_t issued_bytes;       /* given to pieces so far */
+    int32_t in_flight;          /* pieces at the kernel */
+    int32_t waiters;            /* under the engine's lock */
     struct aio_request *next;
 } aio_request;
 

@@ -40,6 +40,7 @@ typedef struct aio_request {
     int32_t state;
     int32_t code;
     int64_t failed_offset;
+    int64_t latency_nanoseconds;
     ...;
 } aio_request;
 typedef struct {

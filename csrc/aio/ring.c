@@ -89,6 +89,13 @@ static request_list *next_queue(aio_engine *engine)
     return writes->head ? writes : NULL;
 }
 
+static int64_t now_nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 static void fill(aio_engine *engine)
 {
     request_list *queue;
@@ -105,8 +112,10 @@ static void fill(aio_engine *engine)
         request->in_flight++;
         if (request->issued_bytes == request->operation.length)
             list_pop(queue);
-        if (atomic_load_explicit(&request->state, memory_order_relaxed) == AIO_QUEUED)
+        if (atomic_load_explicit(&request->state, memory_order_relaxed) == AIO_QUEUED) {
+            request->issued_nanoseconds = now_nanoseconds();
             atomic_store_explicit(&request->state, AIO_SUBMITTED, memory_order_relaxed);
+        }
         issue(engine, part);
     }
 }
@@ -129,6 +138,8 @@ static void finish(aio_engine *engine, aio_request *request)
     registered_file *file = file_of_ticket(engine, request->operation.ticket);
     if (file)
         file->num_users--;
+    if (request->issued_nanoseconds)
+        request->latency_nanoseconds = now_nanoseconds() - request->issued_nanoseconds;
     list_append(&engine->finished, request);
 }
 

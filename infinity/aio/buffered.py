@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange
+from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange, RequestHandle
 from infinity.aio.files import DirectFile
 from infinity.aio.outstanding import Outstanding
 from infinity.aio.pieces import Piece, PieceHandle, PieceQueue, Step, require_sizes
 from infinity.aio.reopened import Reopened
 from infinity.aio.request import Op, Request
 from infinity.errors import IllegalTransition, PlatformError
-from infinity.handles import Handle, Promise
+from infinity.handles import Promise
 from infinity.states import Lifecycle
 
 # More threads that copy to and from the page cache wait for each other only.
@@ -57,7 +57,7 @@ class BufferedEngine:
         """Start the loop's thread. Raises RuntimeError where there is no thread to be had."""
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
         handles = [PieceHandle(request, self._outstanding) for request in requests]
         with self._order:
@@ -65,7 +65,7 @@ class BufferedEngine:
                 raise IllegalTransition("buffered engine: it is CLOSED and takes no requests.")
             self._loop.call_soon_threadsafe(self._accept, handles)
         self._outstanding.add(handles)
-        return list[Handle[None]](handles)
+        return list[RequestHandle](handles)
 
     def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
         """See Engine.register: there is nothing to register."""

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from infinity.aio.engine import Engine, EngineFacts, MemoryRange
+from infinity.aio.engine import Engine, EngineFacts, MemoryRange, RequestHandle
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Request
 from infinity.errors import InfinityError, PlatformError, StorageError
-from infinity.handles import Handle
 
 
 class DeviceEngine:
@@ -50,10 +49,10 @@ class DeviceEngine:
         for engine in self._engines:
             engine.unregister(files=[file for file in files if self._engine_of(file) is engine], memory=memory)
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
         targets = [self._engine_of(request.file) for request in requests]
-        handles: dict[int, Handle[None]] = {}  # by position in `requests`
+        handles: dict[int, RequestHandle] = {}  # by position in `requests`
         for engine in dict.fromkeys(targets):
             positions = [position for position, target in enumerate(targets) if target is engine]
             try:

@@ -42,6 +42,19 @@ class EngineFacts:
 UNREGISTERED = EngineFacts(registered_files=False, registered_buffers=False, notes=())
 
 
+class RequestHandle(Handle[None], Protocol):
+    """The handle of one request."""
+
+    @property
+    def latency_nanoseconds(self) -> int | None:
+        """How long the whole request took: from the issue of its first piece until the engine saw the end of its last.
+
+        The time that it waited in the engine behind a full queue is not in it (as in fio's clat). None until the request is
+        over, and where nothing of it was issued.
+        """
+        ...
+
+
 class Engine(Protocol):
     """Takes requests from any thread and works on `queue_depth` pieces of `block_bytes` at a time, across requests.
 
@@ -73,7 +86,7 @@ class Engine(Protocol):
         """
         ...
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """Queue the requests and return a handle for each, in order; never waits for I/O.
 
         A handle's `wait` raises StorageError when its request failed. Raises IllegalTransition once the engine is closed.

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from infinity.aio.engine import Engine, EngineFacts, MemoryRange
+from infinity.aio.engine import Engine, EngineFacts, MemoryRange, RequestHandle
 from infinity.aio.failures import END_OF_FILE
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request, address_of, request_error
 from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.errors import StorageError
-from infinity.handles import Handle
 
 
 class FaultKind(Enum):
@@ -62,7 +61,7 @@ class FaultyEngine:
         """See Engine.unregister."""
         self._engine.unregister(files=files, memory=memory)
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
         with self._lock:
             return [self._submit(request) for request in requests]
@@ -71,12 +70,12 @@ class FaultyEngine:
         """See Engine.close; failures that this wrapper made up are not reported."""
         self._engine.close()
 
-    def _submit(self, request: Request) -> Handle[None]:
+    def _submit(self, request: Request) -> RequestHandle:
         fault = next((fault for fault in self._faults if fault.applies(request)), None)
         if fault is None:
             return self._pass_on(request)
         if fault.kind is FaultKind.DELAY:
-            return _Altered(self._pass_on(request), ends_at=time.monotonic() + fault.delay_seconds)
+            return _Altered(self._pass_on(request), delay_seconds=fault.delay_seconds)
         if fault.kind is FaultKind.CORRUPT:
             if request.op is Op.WRITE:
                 return self._pass_on(_corrupted_copy(request))
@@ -86,7 +85,7 @@ class FaultyEngine:
         part = Request(request.op, request.file, request.offset, request.address, moved, request.keep)
         return _Altered(self._pass_on(part), failure=request_error(request, code, request.offset + moved))
 
-    def _pass_on(self, request: Request) -> Handle[None]:
+    def _pass_on(self, request: Request) -> RequestHandle:
         return self._engine.submit([request])[0]
 
 
@@ -95,17 +94,24 @@ class _Altered:
 
     def __init__(
         self,
-        handle: Handle[None],
+        handle: RequestHandle,
         *,
-        ends_at: float = 0.0,
+        delay_seconds: float = 0.0,
         after: Callable[[], None] | None = None,
         failure: StorageError | None = None,
     ) -> None:
         self._handle = handle
-        self._ends_at = ends_at
+        self._delay_nanoseconds = round(delay_seconds * 1e9)
+        self._ends_at = time.monotonic() + delay_seconds
         self._after = after
         self._failure = failure
         self._lock = threading.Lock()
+
+    @property
+    def latency_nanoseconds(self) -> int | None:
+        """See RequestHandle.latency_nanoseconds; at least the delay."""
+        latency = self._handle.latency_nanoseconds
+        return max(latency, self._delay_nanoseconds) if latency is not None and self.done() else None
 
     def done(self) -> bool:
         return self._handle.done() and time.monotonic() >= self._ends_at

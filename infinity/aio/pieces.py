@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,13 +25,26 @@ _MAX_OFFSET = 2**63 - 1
 class PieceHandle:
     """The handle of one request; its counters belong to the queue that it is in."""
 
-    __slots__ = ("_outstanding", "code", "failed_offset", "in_flight", "issued_bytes", "lifecycle", "promise", "request")
+    __slots__ = (
+        "_outstanding",
+        "code",
+        "failed_offset",
+        "in_flight",
+        "issued_bytes",
+        "issued_nanoseconds",
+        "lifecycle",
+        "over_nanoseconds",
+        "promise",
+        "request",
+    )
 
     def __init__(self, request: Request, outstanding: Outstanding) -> None:
         self.request = request
         self.lifecycle = Lifecycle("request", RequestState.QUEUED, REQUEST_MOVES)
         self.promise: Promise[StorageError | None] = Promise()
         self.issued_bytes = 0
+        self.issued_nanoseconds = 0  # when its first piece was, and its last one over, by the monotonic clock; 0: not yet
+        self.over_nanoseconds = 0
         self.in_flight = 0
         self.code = 0  # 0, -errno or END_OF_FILE
         self.failed_offset = request.offset
@@ -39,6 +53,11 @@ class PieceHandle:
     @property
     def state(self) -> RequestState:
         return self.lifecycle.state
+
+    @property
+    def latency_nanoseconds(self) -> int | None:
+        """See RequestHandle.latency_nanoseconds."""
+        return self.over_nanoseconds - self.issued_nanoseconds if self.over_nanoseconds and self.done() else None
 
     def done(self) -> bool:
         return self.promise.done()
@@ -129,6 +148,7 @@ class PieceQueue:
         if handle.issued_bytes == request.length:
             queue.popleft()
         if handle.lifecycle.state is RequestState.QUEUED:
+            handle.issued_nanoseconds = time.monotonic_ns()
             handle.lifecycle.to(RequestState.SUBMITTED)
         return Piece(handle, request.offset + issued, request.address + issued, length)
 
@@ -144,8 +164,10 @@ class PieceQueue:
                 self._queue_of(handle.request).popleft()
             handle.fail(code, piece.offset)
         handle.in_flight -= 1
-        over = handle.in_flight == 0 and handle.issued_bytes == handle.request.length
-        return Step.REQUEST_OVER if over else Step.PIECE_OVER
+        if handle.in_flight or handle.issued_bytes < handle.request.length:
+            return Step.PIECE_OVER
+        handle.over_nanoseconds = time.monotonic_ns()
+        return Step.REQUEST_OVER
 
     def cancel_unissued(self) -> list[PieceHandle]:
         """Fail the requests of which nothing was issued, and return them: they are over. The others stay."""

@@ -120,6 +120,11 @@ class UringHandle:
     def state(self) -> RequestState:
         return RequestState(self._batch.native[self._index].state)
 
+    @property
+    def latency_nanoseconds(self) -> int | None:
+        """See RequestHandle.latency_nanoseconds."""
+        return int(self._batch.native[self._index].latency_nanoseconds) or None if self.done() else None
+
     def done(self) -> bool:
         return self._batch.settled or bool(self._batch.native[self._index].state >= _OVER)
 

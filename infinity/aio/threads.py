@@ -8,13 +8,12 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
-from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange
+from infinity.aio.engine import ENGINE_MOVES, UNREGISTERED, EngineState, MemoryRange, RequestHandle
 from infinity.aio.files import DirectFile
 from infinity.aio.outstanding import Outstanding
 from infinity.aio.pieces import Piece, PieceHandle, PieceQueue, Step, require_sizes
 from infinity.aio.request import Op, Request
 from infinity.errors import IllegalTransition, PlatformError
-from infinity.handles import Handle
 from infinity.states import Lifecycle
 
 
@@ -34,7 +33,7 @@ class ThreadEngine:
         self._pieces = pieces
         self._threads: list[threading.Thread] = []
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
         handles = [PieceHandle(request, self._outstanding) for request in requests]
         with self._work:
@@ -47,7 +46,7 @@ class ThreadEngine:
         for handle in over:
             handle.finish()
         self._outstanding.add(handles)
-        return list[Handle[None]](handles)
+        return list[RequestHandle](handles)
 
     def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
         """See Engine.register: threads have nothing to register."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infinity.aio.engine import ENGINE_MOVES, EngineFacts, EngineState, MemoryRange
+from infinity.aio.engine import ENGINE_MOVES, EngineFacts, EngineState, MemoryRange, RequestHandle
 from infinity.aio.files import DirectFile
 from infinity.aio.native import NativeEngine
 from infinity.aio.native import ffi as _ffi
@@ -20,7 +20,6 @@ from infinity.aio.request import Request
 from infinity.aio.submissions import Batch, Submissions, UringHandle
 from infinity.byte_sizes import KIB, format_bytes, round_up
 from infinity.errors import IllegalTransition, PlatformError, StorageError
-from infinity.handles import Handle
 from infinity.states import Lifecycle
 
 _SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
@@ -55,7 +54,7 @@ class UringEngine:
         if self._native.has_thread():
             self._registration.remove(files, memory)
 
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
         batch = Batch(requests, self._native, self._submissions)
         batch.fill(self._registration.tickets)

@@ -69,7 +69,7 @@ def write_once(target: Target, engine_kind: str, limit_seconds: float | None, te
     begin = told = time.perf_counter()
     num_bytes = 0
     with open_for([target], engine_kind, WRITING_JOB) as (engines, _):
-        stream = Stream(engines[0], WRITING_JOB, target)
+        stream = Stream(engines[0], WRITING_JOB, target, batches_of(WRITING_JOB))
         stream.start()
         while num_bytes < target.file_bytes:
             num_bytes += stream.advance()

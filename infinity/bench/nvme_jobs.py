@@ -117,3 +117,8 @@ def batches_of(job: Job) -> Batches:
     request_bytes = round_up(_TILE_BYTES, job.block_bytes)
     window_bytes = 2 * job.queue_depth * job.block_bytes
     return Batches(max(2, -(-window_bytes // request_bytes)), 1, request_bytes)
+
+
+def single_blocks_of(job: Job) -> Batches:
+    """Return how they come with one block a request, in memory no larger than that of `batches_of`."""
+    return batches_of(job) if job.is_random else Batches(2 * job.queue_depth, 1, job.block_bytes)

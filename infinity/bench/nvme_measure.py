@@ -1,8 +1,10 @@
 """Measures one job: bytes per second in consecutive windows of one steady run, CPU time, fsync, latency of each block.
 
-[Note: latency] A block's latency is the time from its submission until the engine has its end, with exactly `queue_depth`
-blocks submitted, as fio counts it. It is measured in a run of its own: there the handles are looked at every few tens of
-microseconds, in any order, which tells the end of each one and costs CPU time that the other run must not be charged with.
+[Note: latency] A block's latency is what its handle says: from its issue until the engine saw its end, so that the time in
+the engine behind a full queue does not count, as in fio's clat. There are always more blocks at the engine than its queue
+holds, so exactly `queue_depth` are on their way; those with which the queue runs empty at the end are not counted. It is
+measured in a run of its own, because there every block is a request, and because looking at each costs CPU time that the
+other run must not be charged with.
 """
 
 from __future__ import annotations
@@ -16,11 +18,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from infinity.aio.engine import Engine
-from infinity.bench.nvme_jobs import Job, Traffic
-from infinity.bench.nvme_stream import Blocks, Stream, Target
-from infinity.handles import Handle
-
-_POLL_SECONDS = 20e-6
+from infinity.bench.nvme_jobs import Job, Traffic, batches_of, single_blocks_of
+from infinity.bench.nvme_stream import Stream, Target
 
 T = TypeVar("T")
 
@@ -51,6 +50,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Latencies:
+    """Those of single blocks, in microseconds, and the bytes that were moved to know them."""
+
+    microseconds: tuple[float, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """A job on one or several targets at once: rates are sums over the targets, latencies (microseconds) those of all."""
 
@@ -58,7 +65,7 @@ class Measured:
     cpu_seconds_per_gb: float
     fsync_seconds: float | None  # the longest of the targets
     latencies_us: tuple[float, ...]  # ascending
-    num_bytes: int
+    num_bytes: int  # moved for the rates and for the latencies
 
 
 def measure(pairs: Sequence[tuple[Engine, Target]], job: Job, timing: Timing) -> Measured:
@@ -76,14 +83,14 @@ def measure(pairs: Sequence[tuple[Engine, Target]], job: Job, timing: Timing) ->
         rates=tuple(sum(rates) for rates in zip(*(run.rates for run in runs), strict=True)),
         cpu_seconds_per_gb=cpu_seconds / (num_bytes / 1e9),
         fsync_seconds=max(syncs, default=None),
-        latencies_us=tuple(sorted(value for values in found for value in values)),
-        num_bytes=num_bytes,
+        latencies_us=tuple(sorted(value for one in found for value in one.microseconds)),
+        num_bytes=num_bytes + sum(one.num_bytes for one in found),
     )
 
 
 def run_steadily(engine: Engine, target: Target, job: Job, timing: Timing, stop: threading.Event) -> Run:
     """Run a job without a pause through warm-up and windows, then fsync. `stop` ends it early, and its result is void."""
-    stream = Stream(engine, job, target)
+    stream = Stream(engine, job, target, batches_of(job))
     begin = time.perf_counter()
     stream.start()
     _, num_bytes = _run_window(stream, timing.warm_up_seconds, stop)
@@ -109,30 +116,18 @@ def _run_window(stream: Stream, seconds: float, stop: threading.Event) -> tuple[
     return elapsed, moved
 
 
-def latencies(engine: Engine, target: Target, job: Job, seconds: float, stop: threading.Event) -> list[float]:
-    """Return the latencies of single blocks, in microseconds. See [Note: latency]."""
-    blocks = Blocks(job, target, job.block_bytes)
+def latencies(engine: Engine, target: Target, job: Job, seconds: float, stop: threading.Event) -> Latencies:
+    """Measure single blocks for some time, `queue_depth` of them at least. See [Note: latency]."""
+    stream = Stream(engine, job, target, single_blocks_of(job))
     found: list[float] = []
-    begun: dict[int, float] = {}
-    handles: dict[int, Handle[None]] = {}
+    num_bytes = 0
     end = time.perf_counter() + seconds
-    free: Sequence[int] = range(job.queue_depth)
-    while free or handles:
-        if free:
-            requests = [blocks.next_request(slot * job.block_bytes) for slot in free]
-            begun |= dict.fromkeys(free, time.perf_counter())
-            handles |= zip(free, engine.submit(requests), strict=True)
-        if len(handles) == 1:
-            next(iter(handles.values())).wait()
-        over = [slot for slot, handle in handles.items() if handle.done()]
-        now = time.perf_counter()
-        for slot in over:
-            handles.pop(slot).wait()
-            found.append((now - begun[slot]) * 1e6)
-        if not over:
-            time.sleep(_POLL_SECONDS)
-        free = over if now < end and not stop.is_set() else ()
-    return found
+    stream.start()
+    while (num_bytes < job.queue_depth * job.block_bytes or time.perf_counter() < end) and not stop.is_set():
+        num_bytes += stream.advance()
+        taken = [handle.latency_nanoseconds for handle in stream.finished]
+        found += [nanoseconds / 1e3 for nanoseconds in taken if nanoseconds is not None]
+    return Latencies(tuple(found), num_bytes + stream.drain())
 
 
 def side_by_side(pairs: Sequence[tuple[Engine, Target]], work: Callable[[Engine, Target, threading.Event], T]) -> list[T]:

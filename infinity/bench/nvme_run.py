@@ -58,7 +58,7 @@ class NvmeBench:
         with open_for(targets, engine, job) as (engines, facts):
             measured = measure(list(zip(engines, targets, strict=True)), job, timing)
         self.notes |= dict.fromkeys(facts.notes)
-        self._count_written(job, measured.num_bytes + len(measured.latencies_us) * job.block_bytes)
+        self._count_written(job, measured.num_bytes)
         result = result_of(job, engine, facts, measured)
         self._observer.row(result.row)
         return result

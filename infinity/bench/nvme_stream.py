@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from infinity.aio.engine import Engine
+from infinity.aio.engine import Engine, RequestHandle
 from infinity.aio.files import DirectFile
 from infinity.aio.request import Op, Request
-from infinity.bench.nvme_jobs import Job, Traffic, batches_of
+from infinity.bench.nvme_jobs import Batches, Job, Traffic
 from infinity.handles import AllOf
 from infinity.memory.arena import Buffer
 
@@ -67,11 +68,12 @@ class Blocks:
 class Stream:
     """Keeps the batches of a job at an engine. Not thread-safe; what is in flight when it fails, the engine finishes."""
 
-    def __init__(self, engine: Engine, job: Job, target: Target) -> None:
+    def __init__(self, engine: Engine, job: Job, target: Target, batches: Batches) -> None:
         self._engine = engine
-        self._batches = batches_of(job)
-        self._blocks = Blocks(job, target, self._batches.request_bytes)
-        self._pending: deque[tuple[int, AllOf]] = deque()
+        self._batches = batches
+        self._blocks = Blocks(job, target, batches.request_bytes)
+        self._pending: deque[tuple[int, list[RequestHandle]]] = deque()
+        self.finished: Sequence[RequestHandle] = ()  # the requests of the batch that was waited for last
 
     def start(self) -> None:
         """Submit the first batches."""
@@ -92,8 +94,8 @@ class Stream:
         return count * self._batches.batch_bytes
 
     def _finish_oldest(self) -> int:
-        index, batch = self._pending.popleft()
-        batch.wait()
+        index, self.finished = self._pending.popleft()
+        AllOf(self.finished).wait()
         return index
 
     def _submit(self, index: int) -> None:
@@ -101,4 +103,4 @@ class Stream:
         first = index * batches.batch_bytes
         offsets = range(first, first + batches.batch_bytes, batches.request_bytes)
         requests = [self._blocks.next_request(offset) for offset in offsets]
-        self._pending.append((index, AllOf(self._engine.submit(requests))))
+        self._pending.append((index, self._engine.submit(requests)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +11,14 @@ from infinity.aio.request import Op, Request
 from infinity.bench.nvme_results import Row
 from infinity.bench.nvme_tune import Setting, Trial
 from infinity.errors import StorageError
-from infinity.handles import Handle, Promise
+from infinity.handles import Handle
 
 
 class RecordingEngine:
-    """Moves nothing: keeps what it was given; every request ends when somebody waits for it, in the order of waiting."""
+    """Moves nothing: keeps what it was given; every request ends when somebody waits for it.
+
+    The request with number n, counted from 1, says that it took n microseconds.
+    """
 
     name = "uring"
 
@@ -45,7 +47,8 @@ class RecordingEngine:
         self.batches.append(list(requests))
         self._in_flight += len(requests)
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        return [_Recorded(self) for _ in requests]
+        first = len(self.requests) - len(requests)
+        return [_Recorded(self, first + number) for number in range(len(requests))]
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -59,9 +62,14 @@ class RecordingEngine:
 
 
 class _Recorded:
-    def __init__(self, engine: RecordingEngine) -> None:
+    def __init__(self, engine: RecordingEngine, number: int) -> None:
         self._engine = engine
+        self._number = number
         self._is_over = False
+
+    @property
+    def latency_nanoseconds(self) -> int | None:
+        return 1000 * (self._number + 1) if self._is_over else None
 
     def done(self) -> bool:
         return True
@@ -70,24 +78,6 @@ class _Recorded:
         if not self._is_over:
             self._is_over = True
             self._engine.end()
-
-
-class DelayingEngine(RecordingEngine):
-    """Ends every request after a time of its own, the later submitted ones sooner."""
-
-    def __init__(self, delays_seconds: Sequence[float]) -> None:
-        super().__init__()
-        self._delays = list(delays_seconds)
-
-    def submit(self, requests: Sequence[Request]) -> list[Handle[None]]:
-        handles: list[Handle[None]] = []
-        for request in requests:
-            promise: Promise[None] = Promise()
-            delay = self._delays[len(self.requests) % len(self._delays)]
-            self.batches.append([request])
-            threading.Timer(delay, promise.resolve, [None]).start()
-            handles.append(promise)
-        return handles
 
 
 class FakeDisk:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from bench_fakes import DelayingEngine, RecordingEngine
+from bench_fakes import RecordingEngine
 
 from infinity.aio.files import DirectFile, open_direct
 from infinity.aio.request import Op
@@ -36,7 +36,7 @@ def target_for(job: Job, file: DirectFile) -> Target:
 
 def stream_through(job: Job, file: DirectFile, num_batches: int) -> tuple[RecordingEngine, Target]:
     engine, target = RecordingEngine(), target_for(job, file)
-    stream = Stream(engine, job, target)
+    stream = Stream(engine, job, target, batches_of(job))
     stream.start()
     moved = sum(stream.advance() for _ in range(num_batches)) + stream.drain()
     assert moved == sum(request.length for request in engine.requests)
@@ -93,22 +93,22 @@ def test_a_run_has_a_rate_for_each_window_and_counts_every_byte(file: DirectFile
         measured = measure([(engine, target_for(job, file))], job, Timing(0.002, 0.002, 3, 0.0))
         assert len(measured.rates) == 3
         assert all(rate > 0 for rate in measured.rates)
-        blocks = [request for request in engine.requests if request.length == MIB]
-        assert measured.num_bytes == sum(request.length for request in engine.requests) - len(blocks) * MIB
+        assert measured.num_bytes == sum(request.length for request in engine.requests)
         assert (measured.fsync_seconds is None) == (traffic is Traffic.READ)
         assert measured.cpu_seconds_per_gb >= 0
 
 
-def test_latency_is_that_of_each_block_and_not_of_those_submitted_before_it(file: DirectFile) -> None:
-    """Three blocks end at once behind a slow one: only that one is slow, and the number in flight is the depth."""
-    job = Job(Traffic.READ, 4096, 4)
-    engine = DelayingEngine([1.0, 0.0, 0.0, 0.0])
-    found = latencies(engine, target_for(job, file), job, 0.0, threading.Event())
-    assert len(found) == 4
-    assert max(found) >= 1.0e6
-    assert sorted(found)[2] < 1.0e6
-    assert {request.length for request in engine.requests} == {4096}
-    assert len({request.address for request in engine.requests}) == 4
+@pytest.mark.parametrize("num_bytes", [4096, MIB])
+def test_latencies_are_those_of_single_blocks_while_the_queue_is_full(file: DirectFile, num_bytes: int) -> None:
+    """A request is a block, more than the depth are at the engine, and those with which it runs empty do not count."""
+    job = Job(Traffic.READ, num_bytes, 4)
+    engine, target = RecordingEngine(), target_for(job, file)
+    found = latencies(engine, target, job, 0.0, threading.Event())
+    assert found.microseconds == tuple(float(number + 1) for number in range(job.queue_depth))
+    assert found.num_bytes == sum(request.length for request in engine.requests)
+    assert {request.length for request in engine.requests} == {num_bytes}
+    assert engine.most_in_flight >= 2 * job.queue_depth
+    assert max(request.address for request in engine.requests) + num_bytes <= target.memory.address + target.memory.num_bytes
 
 
 def test_a_failed_request_ends_the_measurement(file: DirectFile) -> None:
