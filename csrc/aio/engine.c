@@ -31,6 +31,13 @@ aio_request *list_pop(request_list *list)
     return request;
 }
 
+int64_t now_nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 static bool over(aio_request *request)
 {
     return atomic_load_explicit(&request->state, memory_order_acquire) >= AIO_DONE;

@@ -88,6 +88,7 @@ struct aio_engine {
 
 void list_append(request_list *list, aio_request *request);
 aio_request *list_pop(request_list *list);
+int64_t now_nanoseconds(void); /* CLOCK_MONOTONIC */
 void *ring_thread(void *engine);
 
 /* registered.c; all of it belongs to the thread. */

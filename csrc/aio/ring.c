@@ -89,13 +89,6 @@ static request_list *next_queue(aio_engine *engine)
     return writes->head ? writes : NULL;
 }
 
-static int64_t now_nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 static void fill(aio_engine *engine)
 {
     request_list *queue;
