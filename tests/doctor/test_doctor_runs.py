@@ -135,6 +135,10 @@ def test_a_broken_installation_is_lines_and_no_traceback(tmp_path: Path) -> None
     broken.mkdir()
     (broken / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
     (broken / "numpy.py").write_text("raise ImportError('built for another Python\\nread the manual')\n")
+    # An editable installation would find the modules where they were built.
+    (broken / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]\n"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(broken), str(package)]), "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-m", "infinity", "doctor", "--json", "--nvme", str(tmp_path)], cwd=broken, env=environment,
