@@ -49,9 +49,14 @@ def storage_error(
         return StorageError(f"{action}{amount}{place} failed: end of file.", remedy="The file is shorter than it should be.")
     number = -code
     message = f"{action}{amount}{place} failed: {os.strerror(number)} (errno {number})."
-    remedy = _REMEDIES.get(number, "Check the disk and the directory.")
+    remedy = remedy_of(number)
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = free_bytes(path.parent)
         room = "" if free is None else f" {free} bytes are free."
         return SwapSpaceError(message + room, remedy=remedy, errno=number)
     return StorageError(message, remedy=remedy, errno=number)
+
+
+def remedy_of(number: int) -> str:
+    """Return what to do about a file operation that failed with this errno."""
+    return _REMEDIES.get(number, "Check the disk and the directory.")

@@ -16,6 +16,7 @@ NUM_REPETITIONS = 5
 
 # Training moves whole tiles, which the engine cuts into blocks.
 _TILE_BYTES = 8 * MIB
+_NUM_BATCHES = 4  # under way at once
 # Below it the number of operations is the limit, so blocks go to random places, a batch of them in one call.
 RANDOM_BELOW_BYTES = 64 * KIB
 _MAX_BLOCK_BYTES = GIB
@@ -113,10 +114,12 @@ def jobs_of(settings: NvmeSettings) -> tuple[Job, ...]:
 def batches_of(job: Job) -> Batches:
     """Return how a job's requests come to the engine: always more blocks than it keeps in flight, so that it never waits."""
     if job.is_random:
-        return Batches(num_batches=4, requests_per_batch=job.queue_depth, request_bytes=job.block_bytes)
+        return Batches(num_batches=_NUM_BATCHES, requests_per_batch=job.queue_depth, request_bytes=job.block_bytes)
     request_bytes = round_up(_TILE_BYTES, job.block_bytes)
-    window_bytes = 2 * job.queue_depth * job.block_bytes
-    return Batches(max(2, -(-window_bytes // request_bytes)), 1, request_bytes)
+    num_requests = max(2, -(-2 * job.queue_depth * job.block_bytes // request_bytes))
+    # A quarter of them is waited for at once: a thread that sleeps and wakes costs more than what it submits.
+    requests_per_batch = -(-num_requests // _NUM_BATCHES)
+    return Batches(-(-num_requests // requests_per_batch), requests_per_batch, request_bytes)
 
 
 def single_blocks_of(job: Job) -> Batches:

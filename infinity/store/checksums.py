@@ -95,7 +95,7 @@ def require_checksum(
             f"{path}: {name}, {num_bytes} bytes at offset {offset}, is not what was written: CRC32C {expected:08x} "
             f"expected, {found:08x} found.",
             remedy="Look for errors of the disk (the kernel's log, its SMART data) and of the RAM, then resume from a "
-            "checkpoint.",
+            "checkpoint that lies elsewhere.",
         )
 
 

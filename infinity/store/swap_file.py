@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.aio.failures import remedy_of
 from infinity.aio.files import DirectFile, open_direct
 from infinity.aio.filesystems import free_bytes
 from infinity.byte_sizes import GIB, format_bytes
@@ -52,7 +53,7 @@ def require_space(needs: Sequence[tuple[Path, int]]) -> None:
         others = f" There is room enough in {' and '.join(enough)}." if enough else ""
         raise SwapSpaceError(
             f"{'; '.join(room.lack for room in lacking)}.{others}",
-            remedy="Free some space, give a larger disk or another --nvme directory, or train a smaller model.",
+            remedy="Free some space, give a larger disk or another --nvme directory, or ask for less.",
             errno=errno.ENOSPC,
         )
 
@@ -105,6 +106,6 @@ def _not_reserved(path: Path, num_bytes: int, error: OSError) -> StorageError:
     return kind(
         f"{path}: cannot reserve {num_bytes} bytes ({format_bytes(num_bytes)}): {error.strerror}; "
         f"{free} bytes ({format_bytes(free)}) are free in {path.parent}.",
-        remedy="Free some space, raise the quota, or give another --nvme directory.",
+        remedy=remedy_of(error.errno or 0),
         errno=error.errno or 0,
     )
