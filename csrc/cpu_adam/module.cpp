@@ -20,9 +20,9 @@ namespace cpu_adam {
 
 namespace {
 
-// Pieces of work: large enough that taking one costs nothing beside it (the most is 1 MB of traffic), small enough that one
+// Pieces of work: large enough that taking one costs nothing beside it (the most is 7 MB of traffic), small enough that one
 // tile has several for each thread of a large team.
-constexpr std::size_t kMostElements = 32768;
+constexpr std::size_t kMostElements = 262144;
 constexpr std::size_t kFewestElements = kBlockElements;
 constexpr std::size_t kChunksPerThread = 8;
 
