@@ -11,6 +11,7 @@ InfinityError
 |- CheckpointError                  7
 |  |- CheckpointIncomplete
 |  `- CheckpointMismatch
+|- CommError                        8  ranks that differ in what they ask of each other, or one that is gone: ranks, step, orders
 |- ModelError                       9  the model does what a unit must not do
 |  |- SideChannelError                 a graph leaves a unit other than by its return value
 |  |- InputChangedError                a unit changes its inputs in place
@@ -97,6 +98,12 @@ class CheckpointIncomplete(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint belongs to another model, precision or program."""
+
+
+class CommError(InfinityError):
+    """The ranks cannot go on together: one is gone, or they ask for different collectives."""
+
+    exit_code = 8
 
 
 class ModelError(InfinityError):

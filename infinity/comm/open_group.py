@@ -1,0 +1,106 @@
+"""Opens the group of this process: from a launcher's environment or its store; one rank needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from infinity.comm.gloo import open_gloo_collectives
+from infinity.comm.group import Group
+from infinity.comm.line import Line, Peers
+from infinity.comm.local import Local
+from infinity.comm.native import open_native_collectives
+from infinity.comm.order import Order
+from infinity.comm.ranks import RankGroup
+from infinity.comm.watch import Pace, Watch
+from infinity.errors import CommError, ConfigError
+from infinity.telemetry.recorder import Recorder
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How long ranks wait for one that has not come to open the group.
+_MEETING = timedelta(seconds=120)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of a job meet: a store that all of them reach, and which rank this one is."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+
+def meet(environment: Mapping[str, str]) -> Rendezvous | None:
+    """Return the rendezvous that torchrun's variables name in this process's environment; None where they name one rank or none.
+
+    Raises ConfigError when some of them are missing or wrong, CommError when the store cannot be reached.
+    """
+    if "WORLD_SIZE" not in environment or environment["WORLD_SIZE"] == "1":
+        return None
+    missing = [name for name in _VARIABLES if name not in environment]
+    wrong = [name for name in _VARIABLES if name != "MASTER_ADDR" and name in environment and not environment[name].isdigit()]
+    if missing or wrong:
+        raise ConfigError(
+            f"The environment says WORLD_SIZE={environment['WORLD_SIZE']}, but not how to meet the other ranks: "
+            + "; ".join([f"{name} is missing" for name in missing] + [f"{name} is {environment[name]!r}" for name in wrong])
+            + ".",
+            remedy="Start the ranks with torchrun, or set all of " + ", ".join(_VARIABLES) + ".",
+        )
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
+    except RuntimeError as error:
+        where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        raise CommError(
+            f"Rank {environment['RANK']} cannot reach the rendezvous store at {where}: {str(error).splitlines()[0]}",
+            remedy="Check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT can be reached from here.",
+        ) from error
+    return Rendezvous(store, rank, size)
+
+
+def open_group(
+    rendezvous: Rendezvous | None, *, device: torch.device, recorder: Recorder, resident_bytes: Callable[[], int], pace: Pace | None = None
+) -> Group:
+    """Return this process's group: gloo for buffers on the host, NCCL for those on a GPU; without a rendezvous, or for one rank, Local.
+
+    `resident_bytes` measures this process's memory: the last value is what the others can say about a rank that died.
+    Every rank of the job must call it; raises CommError when one does not come.
+    """
+    if rendezvous is None or rendezvous.size == 1:
+        return Local()
+    rank, size = rendezvous.rank, rendezvous.size
+    try:
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("infinity/gloo", rendezvous.store), rank, size, _MEETING)
+    except RuntimeError as error:
+        raise CommError(
+            f"Rank {rank} of {size} met no full group in {_MEETING.seconds} s: {str(error).splitlines()[0]}",
+            remedy="Check that all ranks were started; GLOO_SOCKET_IFNAME names the network interface between machines.",
+        ) from error
+    order = Order()
+    verdicts: list[RankGroup] = []
+    watch = Watch(
+        rank=rank,
+        size=size,
+        store=dist.PrefixStore("infinity/beats", rendezvous.store.clone()),
+        order=order,
+        pace=pace or Pace(),
+        resident_bytes=resident_bytes,
+        on_verdict=lambda error: verdicts[0].end_by(error),
+    )
+    peers = Peers(backend, rank, size)
+    line = Line(peers, watch)
+    collectives = (
+        open_gloo_collectives(line, peers)
+        if device.type == "cpu"
+        else open_native_collectives("nccl", device.type, dist.PrefixStore("infinity/native", rendezvous.store), rank, size, watch)
+    )
+    group = RankGroup(
+        collectives=collectives, line=line, peers=peers, order=order, watch=watch, recorder=recorder, keep=rendezvous.store
+    )
+    verdicts.append(group)
+    line.start()
+    watch.start()
+    return group
