@@ -11,7 +11,7 @@ InfinityError
 |- CheckpointError                  7
 |  |- CheckpointIncomplete
 |  `- CheckpointMismatch
-|- CommError                        8  ranks that differ in what they ask of each other, or one that is gone: ranks, step, orders
+|- CommError                        8  ranks that ask for different collectives, or one that is gone: rank, step, both orders
 |- ModelError                       9  the model does what a unit must not do
 |  |- SideChannelError                 a graph leaves a unit other than by its return value
 |  |- InputChangedError                a unit changes its inputs in place

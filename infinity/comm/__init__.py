@@ -1,1 +1,1 @@
-"""Ranks that work together: process groups, collectives as handles with one order of sums, and the watch over the other ranks."""
+"""Ranks that work together: process groups, collectives as handles with one order of sums, a watch over the other ranks."""

@@ -1,8 +1,8 @@
 """Collectives over gloo, made of sends and receives: what gloo lacks in some types, and one order of sums for all of them.
 
-gloo has no bf16 sums in some builds, no reduce_scatter in others, and its ring adds the ranks in an order that depends on where in
-the buffer an element stands. Here each element is summed in fp32, rank 0 first, and rounded once: whatever the stage, the shard
-and the cut into pieces.
+gloo's own ring adds the ranks in an order that depends on where in the buffer an element stands, and rounds after each
+addition. Here each element is summed in fp32, rank 0 first, and rounded once: whatever the stage, the shard and the cut into
+buckets.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class GlooCollectives:
     def _all_gather(self, shard: Tensor, into: Tensor) -> None:
         parts = _shards(into, self._peers.size)
         parts[self._peers.rank].copy_(shard)  # nothing where both are one
-        self._peers.exchange([(peer, shard) for peer in self._peers.others], [(peer, parts[peer]) for peer in self._peers.others])
+        self._peers.exchange(
+            [(peer, shard) for peer in self._peers.others], [(peer, parts[peer]) for peer in self._peers.others]
+        )
 
     def _reduce_scatter(self, flat: Tensor, into: Tensor) -> None:
         parts = _shards(flat, self._peers.size)

@@ -1,4 +1,4 @@
-"""What a rank can ask of the other ranks: one protocol for one rank, for gloo and for NCCL, and what follows from `gather`."""
+"""What a rank can ask of the other ranks: one protocol for one rank, for gloo, for NCCL; and what follows from `gather`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Group(Protocol):
-    """The ranks of a job, as one of them sees them. One thread at a time calls it; every rank makes the same calls in the same order.
+    """The ranks of a job, as one of them sees them.
+
+    One thread at a time calls it; every rank makes the same calls in the same order.
 
     `what` names the unit or the purpose of a call: it is part of the order that ranks compare, and of what an error quotes.
-    Buffers are flat (1D, contiguous), equal in size and dtype on every rank, on `device`, and not touched until the handle is done;
-    the handle keeps them alive. A flat buffer is `size` equal shards, rank 0's first. Each call, and each wait, raises the
-    CommError that ended the group.
+    Buffers are flat (1D, contiguous), equal in size and dtype on every rank, on the group's device, and not touched until
+    the handle is done, which keeps them alive. A flat buffer is `size` equal shards, rank 0's first. Each call, and each
+    wait, raises the CommError that ended the group.
     """
 
     @property
@@ -64,7 +66,7 @@ class Group(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on, before it ends: they stop with this reason. Frees what `close` frees."""
+        """Tell the other ranks why this one cannot go on, before it ends: they stop with it. Frees what `close` frees."""
         ...
 
     def close(self) -> None:
@@ -106,8 +108,8 @@ def require_shards(shard: Tensor, flat: Tensor, size: int, what: str) -> None:
     require_flat(shard, what)
     if flat.numel() != shard.numel() * size or flat.dtype != shard.dtype or flat.device != shard.device:
         raise CommError(
-            f"{what}: {size} shards of {shard.numel()} x {shard.dtype} on {shard.device} do not make a flat buffer of {flat.numel()} x "
-            f"{flat.dtype} on {flat.device}.",
+            f"{what}: {size} shards of {shard.numel()} x {shard.dtype} on {shard.device} do not make a flat buffer of "
+            f"{flat.numel()} x {flat.dtype} on {flat.device}.",
             remedy="Pad a unit to equal shards, and keep both buffers in one dtype.",
         )
 
@@ -115,18 +117,26 @@ def require_shards(shard: Tensor, flat: Tensor, size: int, what: str) -> None:
 def require_flat(flat: Tensor, what: str) -> None:
     """Raise CommError unless `flat` is one run of memory."""
     if flat.dim() != 1 or not flat.is_contiguous():
-        raise CommError(f"{what}: a tensor of shape {tuple(flat.shape)} and strides {flat.stride()} is not flat.", remedy="Give a flat buffer.")
+        raise CommError(
+            f"{what}: a tensor of shape {tuple(flat.shape)} and strides {flat.stride()} is not flat.",
+            remedy="Give a flat buffer.",
+        )
 
 
 def require_summable(flat: Tensor, what: str) -> None:
     """Raise CommError for a dtype that has no defined sum."""
     if flat.dtype not in SUMMED_DTYPES:
-        raise CommError(f"{what}: {flat.dtype} is not summed over ranks.", remedy=f"Use one of {', '.join(map(str, SUMMED_DTYPES))}.")
+        raise CommError(
+            f"{what}: {flat.dtype} is not summed over ranks.", remedy=f"Use one of {', '.join(map(str, SUMMED_DTYPES))}."
+        )
 
 
 def own_shard(flat: Tensor, rank: int, size: int, what: str) -> Tensor:
     """Return rank `rank`'s part of a flat buffer; raise CommError where it does not divide."""
     require_flat(flat, what)
     if flat.numel() % size != 0:
-        raise CommError(f"{what}: {flat.numel()} elements are not {size} equal shards.", remedy="Pad the buffer to a multiple of the ranks.")
+        raise CommError(
+            f"{what}: {flat.numel()} elements are not {size} equal shards.",
+            remedy="Pad the buffer to a multiple of the ranks.",
+        )
     return flat.chunk(size)[rank] if flat.numel() else flat

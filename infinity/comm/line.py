@@ -1,7 +1,7 @@
 """The line between the ranks on hosts: one thread that makes exchanges over gloo one after another, in the order asked for.
 
-Before any data each rank sends every other the digest of its order (`order.py`), and goes on only where all agree: so data of
-different collectives never meet, whatever their sizes. (Buffers of different sizes would end the process inside gloo.)
+Before any data each rank sends every other the digest of its order (`order.py`), and goes on only where all agree: so data
+of different collectives never meet, whatever their sizes. (Buffers of different sizes would end the process inside gloo.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,13 @@ LINE_MOVES = {
 }
 
 
+class PointToPoint(Protocol):
+    """What the line needs of gloo; torch's stubs leave it out."""
+
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> dist.Work: ...
+
+
 class PeerLost(Exception):
     """A transfer to or from `peer` failed; caught inside this room and raised outside as the CommError that explains it."""
 
@@ -69,14 +76,14 @@ class Transfers:
 class Peers:
     """Point-to-point transfers of flat CPU tensors with every other rank. Used by the line's thread only."""
 
-    def __init__(self, backend: dist.ProcessGroupGloo, rank: int, size: int) -> None:
+    def __init__(self, backend: PointToPoint, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.others = tuple(peer for peer in range(size) if peer != rank)
         self._backend = backend
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Transfers:
-        """Begin transfers with pairs (rank, contiguous tensor); any dtype: gloo moves bytes. Those without elements are left out."""
+        """Begin transfers with pairs (rank, contiguous tensor) of any dtype; those without elements are left out."""
         works = [
             (peer, self._call(peer, start, tensor.view(torch.uint8)), tensor)
             for start, pairs in ((self._backend.recv, receives), (self._backend.send, sends))
@@ -122,8 +129,8 @@ class _Job(Generic[T]):
 class Line:
     """Its opener closes it. One thread at a time submits; the thread of the line makes the jobs in that order.
 
-    The first error fails every handle that is not done and refuses further jobs. A job that hangs in gloo then stays where it
-    is, on a daemon thread that keeps its buffers, until the process ends.
+    The first error fails every handle that is not done and refuses further jobs. A job that hangs in gloo then stays where
+    it is, on a daemon thread that keeps its buffers, until the process ends.
     """
 
     def __init__(self, peers: Peers, watch: Watch) -> None:

@@ -6,6 +6,7 @@ Sums are the backend's: in the dtype of the buffer, in an order that it fixes fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +15,9 @@ from infinity.comm.order import Entry
 from infinity.comm.watch import Watch
 from infinity.errors import CommError
 from infinity.handles import Handle
+
+if TYPE_CHECKING:  # one rank needs no build of torch that has it
+    from torch.distributed.distributed_c10d import Store
 
 
 class NativeHandle:
@@ -39,7 +43,9 @@ class NativeHandle:
 class NativeCollectives:
     """Tensors on the backend's device. Its opener closes it; after an error of the group it refuses everything with that."""
 
-    def __init__(self, backend: str, device_type: str, group: dist.ProcessGroup, watch: Watch, *, owns_default: bool) -> None:
+    def __init__(
+        self, backend: str, device_type: str, group: dist.ProcessGroup, watch: Watch, *, owns_default: bool
+    ) -> None:
         self.backend = backend
         self.device_type = device_type
         self._group = group
@@ -51,9 +57,7 @@ class NativeCollectives:
         return self._handle(lambda: dist.all_gather_into_tensor(into, shard, self._group, async_op=True), shard, into)
 
     def reduce_scatter(self, entry: Entry, flat: Tensor, into: Tensor) -> Handle[None]:
-        return self._handle(
-            lambda: dist.reduce_scatter_tensor(into, flat, group=self._group, async_op=True), flat, into
-        )
+        return self._handle(lambda: dist.reduce_scatter_tensor(into, flat, group=self._group, async_op=True), flat, into)
 
     def all_reduce(self, entry: Entry, flat: Tensor, own: Tensor) -> Handle[None]:
         self.reduce_scatter(entry, flat, own).wait()  # the host goes on where the backend has streams
@@ -85,7 +89,9 @@ class NativeCollectives:
         return NativeHandle(work, keep, self._watch.explain)
 
 
-def open_native_collectives(backend: str, device_type: str, store: dist.Store, rank: int, size: int, watch: Watch) -> NativeCollectives:
+def open_native_collectives(
+    backend: str, device_type: str, store: Store, rank: int, size: int, watch: Watch
+) -> NativeCollectives:
     """Make a process group of its own beside the default one, which is made first where the user has not."""
     owns_default = not dist.is_initialized()
     if owns_default:

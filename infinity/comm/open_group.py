@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
 from infinity.comm.gloo import open_gloo_collectives
 from infinity.comm.group import Group
-from infinity.comm.line import Line, Peers
+from infinity.comm.line import Line, Peers, PointToPoint
 from infinity.comm.local import Local
 from infinity.comm.native import open_native_collectives
 from infinity.comm.order import Order
@@ -19,6 +20,9 @@ from infinity.comm.ranks import RankGroup
 from infinity.comm.watch import Pace, Watch
 from infinity.errors import CommError, ConfigError
 from infinity.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:  # one rank needs no build of torch that has it
+    from torch.distributed.distributed_c10d import Store
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long ranks wait for one that has not come to open the group.
@@ -29,20 +33,22 @@ _MEETING = timedelta(seconds=120)
 class Rendezvous:
     """Where the ranks of a job meet: a store that all of them reach, and which rank this one is."""
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
 
 
 def meet(environment: Mapping[str, str]) -> Rendezvous | None:
-    """Return the rendezvous that torchrun's variables name in this process's environment; None where they name one rank or none.
+    """Return the rendezvous that torchrun's variables in this process's environment name; None for one rank or none.
 
     Raises ConfigError when some of them are missing or wrong, CommError when the store cannot be reached.
     """
     if "WORLD_SIZE" not in environment or environment["WORLD_SIZE"] == "1":
         return None
     missing = [name for name in _VARIABLES if name not in environment]
-    wrong = [name for name in _VARIABLES if name != "MASTER_ADDR" and name in environment and not environment[name].isdigit()]
+    wrong = [
+        name for name in _VARIABLES if name != "MASTER_ADDR" and name in environment and not environment[name].isdigit()
+    ]
     if missing or wrong:
         raise ConfigError(
             f"The environment says WORLD_SIZE={environment['WORLD_SIZE']}, but not how to meet the other ranks: "
@@ -51,7 +57,7 @@ def meet(environment: Mapping[str, str]) -> Rendezvous | None:
             remedy="Start the ranks with torchrun, or set all of " + ", ".join(_VARIABLES) + ".",
         )
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
+        store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))  # type: ignore[attr-defined]
     except RuntimeError as error:
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         raise CommError(
@@ -62,9 +68,14 @@ def meet(environment: Mapping[str, str]) -> Rendezvous | None:
 
 
 def open_group(
-    rendezvous: Rendezvous | None, *, device: torch.device, recorder: Recorder, resident_bytes: Callable[[], int], pace: Pace | None = None
+    rendezvous: Rendezvous | None,
+    *,
+    device: torch.device,
+    recorder: Recorder,
+    resident_bytes: Callable[[], int],
+    pace: Pace | None = None,
 ) -> Group:
-    """Return this process's group: gloo for buffers on the host, NCCL for those on a GPU; without a rendezvous, or for one rank, Local.
+    """Return this process's group: gloo for buffers on the host, NCCL for those on a GPU, Local for one rank.
 
     `resident_bytes` measures this process's memory: the last value is what the others can say about a rank that died.
     Every rank of the job must call it; raises CommError when one does not come.
@@ -73,7 +84,9 @@ def open_group(
         return Local()
     rank, size = rendezvous.rank, rendezvous.size
     try:
-        backend = dist.ProcessGroupGloo(dist.PrefixStore("infinity/gloo", rendezvous.store), rank, size, _MEETING)
+        number = rendezvous.store.add(f"infinity/opened/{rank}", 1)  # a job may open one group after another over one store
+        store = _below(f"infinity/{number}", rendezvous.store)
+        backend = dist.ProcessGroupGloo(_below("gloo", store), rank, size, _MEETING)
     except RuntimeError as error:
         raise CommError(
             f"Rank {rank} of {size} met no full group in {_MEETING.seconds} s: {str(error).splitlines()[0]}",
@@ -84,18 +97,18 @@ def open_group(
     watch = Watch(
         rank=rank,
         size=size,
-        store=dist.PrefixStore("infinity/beats", rendezvous.store.clone()),
+        store=_below("beats", store.clone()),  # type: ignore[attr-defined]  # not in torch's stubs
         order=order,
         pace=pace or Pace(),
         resident_bytes=resident_bytes,
         on_verdict=lambda error: verdicts[0].end_by(error),
     )
-    peers = Peers(backend, rank, size)
+    peers = Peers(cast(PointToPoint, backend), rank, size)
     line = Line(peers, watch)
     collectives = (
         open_gloo_collectives(line, peers)
         if device.type == "cpu"
-        else open_native_collectives("nccl", device.type, dist.PrefixStore("infinity/native", rendezvous.store), rank, size, watch)
+        else open_native_collectives("nccl", device.type, _below("native", store), rank, size, watch)
     )
     group = RankGroup(
         collectives=collectives, line=line, peers=peers, order=order, watch=watch, recorder=recorder, keep=rendezvous.store
@@ -104,3 +117,9 @@ def open_group(
     line.start()
     watch.start()
     return group
+
+
+def _below(prefix: str, store: Store) -> Store:
+    """Return the same store with keys of their own."""
+    below: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return below

@@ -78,7 +78,7 @@ class Order:
             return tuple(self._entries)[-num_entries:]
 
     def first_difference(self, theirs: Sequence[Entry]) -> Difference | None:
-        """Return where another rank's collectives, in ascending order, first differ from those of this rank; None if nowhere.
+        """Return where another rank's collectives, in ascending order, first differ from this rank's, or None.
 
         Numbers that only one of the two has say nothing: one rank may be ahead.
         """

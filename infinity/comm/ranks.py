@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from infinity.comm.beats import RankState
@@ -18,6 +18,9 @@ from infinity.errors import CommError
 from infinity.handles import Handle
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:  # one rank needs no build of torch that has it
+    from torch.distributed.distributed_c10d import Store
 
 _LENGTH_BYTES = 8
 
@@ -45,7 +48,15 @@ class RankGroup:
     """
 
     def __init__(
-        self, *, collectives: Collectives, line: Line, peers: Peers, order: Order, watch: Watch, recorder: Recorder, keep: dist.Store
+        self,
+        *,
+        collectives: Collectives,
+        line: Line,
+        peers: Peers,
+        order: Order,
+        watch: Watch,
+        recorder: Recorder,
+        keep: Store,
     ) -> None:
         self.rank = peers.rank
         self.size = peers.size
@@ -129,7 +140,7 @@ class RankGroup:
     def _admit(self, collective: str, flat: Tensor, what: str) -> Entry:
         if flat.device.type != self._collectives.device_type:
             raise CommError(
-                f"{what}: {self.backend} moves buffers on {self._collectives.device_type}, and this one is on {flat.device}.",
+                f"{what}: {self.backend} moves buffers on {self._collectives.device_type}; this one is on {flat.device}.",
                 remedy="Open the group for the device that holds the buffers.",
             )
         return self._order.add(f"{collective} of {what} ({flat.numel()} x {str(flat.dtype).removeprefix('torch.')})")

@@ -1,7 +1,7 @@
 """The watch over the other ranks: every rank says where it is in the rendezvous store, and reads what the others say.
 
-It asks the store, never the collective that is stuck. What it finds is one CommError: ranks that ask for different collectives,
-a rank that died, one that failed, one that ended while this one goes on.
+It asks the store, never the collective that is stuck. What it finds is one CommError: ranks that ask for different
+collectives, a rank that died, one that failed, one that ended while this one goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.errors import CommError
 
 # Enough for any two ranks: they are apart by the collectives that one has asked for ahead.
 _NUM_PUBLISHED = 128
-# A rank whose connection broke, and that says nothing for so many beats, is dead; without that sign `Pace.dead_seconds` pass.
+# A rank whose connection broke is dead when it says nothing for so many beats; without that sign `Pace.dead_seconds` pass.
 _NUM_BEATS_OF_A_SUSPECT = 4
 # How often the store is asked when a collective has failed and only the reason is looked for.
 _URGENT_SECONDS = 0.05
@@ -96,7 +96,8 @@ class Watch:
             self._peers[peer].suspected = True
         self._urgent = True
         self._wake.set()
-        self._judged.wait(self._pace.dead_seconds + self._pace.beat_seconds)
+        if not self._ending:
+            self._judged.wait(self._pace.dead_seconds + self._pace.beat_seconds)
         return self._verdict or CommError(
             f"A collective of rank {self._rank} failed in step {self._order.step}: {error}.",
             remedy="The other ranks are alive and agree on the order, so look at the network between them.",
@@ -133,7 +134,7 @@ class Watch:
             for rank, peer in self._peers.items():
                 self._read(rank, peer)
         except RuntimeError as error:  # what torch's stores raise
-            return self._store_gone(error)
+            return self._judge() or self._store_gone(error)
         return self._judge()
 
     def _publish(self, state: RankState, why: str) -> None:
@@ -182,8 +183,9 @@ class Watch:
     def _different(self, rank: int, difference: Difference) -> CommError:
         ours, theirs = difference.ours[-1], difference.theirs[-1]
         return CommError(
-            f"Rank {self._rank} in step {ours.step} and rank {rank} in step {theirs.step} ask for different collectives, from number "
-            f"{difference.number} on: rank {self._rank} for {quoted(difference.ours)}; rank {rank} for {quoted(difference.theirs)}.",
+            f"Rank {self._rank} in step {ours.step} and rank {rank} in step {theirs.step} ask for different collectives, "
+            f"from number {difference.number} on: rank {self._rank} for {quoted(difference.ours)}; "
+            f"rank {rank} for {quoted(difference.theirs)}.",
             remedy=_SAME_ORDER,
         )
 
@@ -196,13 +198,16 @@ class Watch:
             return None
         last = "It never said anything." if peer.beat is None else f"Last known: {peer.beat.words()}."
         return CommError(
-            f"Rank {rank} is dead: rank {self._rank} has not heard of it for {silent_seconds:.1f} s. {last}", remedy=_LOOK_AT_RANK
+            f"Rank {rank} is dead: rank {self._rank} has not heard of it for {silent_seconds:.1f} s. {last}",
+            remedy=_LOOK_AT_RANK,
         )
 
     def _failed(self, rank: int, peer: _Peer) -> CommError | None:
         if peer.beat is None or peer.beat.state is not RankState.FAILED:
             return None
-        return CommError(f"Rank {rank} failed: {peer.beat.why} Last known: {peer.beat.words()}.", remedy="The cause is there.")
+        return CommError(
+            f"Rank {rank} failed: {peer.beat.why} Last known: {peer.beat.words()}.", remedy="The cause is there."
+        )
 
     def _ended(self, rank: int, peer: _Peer) -> CommError | None:
         beat = peer.beat
@@ -210,15 +215,15 @@ class Watch:
             return None
         missing = self._order.tail(self._order.length - beat.length)
         return CommError(
-            f"Rank {rank} ended in step {beat.step} after {beat.length} collectives, and rank {self._rank} in step {self._order.step} "
-            f"asks for more: {quoted(missing[:3])}.",
+            f"Rank {rank} ended in step {beat.step} after {beat.length} collectives, and rank {self._rank} in step "
+            f"{self._order.step} asks for more: {quoted(missing[:3])}.",
             remedy=_SAME_ORDER,
         )
 
     def _store_gone(self, error: RuntimeError) -> CommError:
         known = "; ".join(f"rank {rank}: {peer.beat.words()}" for rank, peer in self._peers.items() if peer.beat is not None)
         return CommError(
-            f"The rendezvous store does not answer rank {self._rank} any more, so its host (rank 0 or the launcher) has ended: "
+            f"The rendezvous store does not answer rank {self._rank} any more: its host (rank 0 or the launcher) has ended: "
             f"{str(error).splitlines()[0]}. Last known: {known or 'nothing'}.",
             remedy=_LOOK_AT_RANK,
         )

@@ -31,7 +31,7 @@ def sums(group: Group) -> None:
     say(sum=flat.tolist(), backend=group.backend)
 
 
-def native(group: Group, rendezvous) -> None:  # noqa: ANN001 - a Rendezvous
+def native(group: Group, rendezvous) -> None:
     """The collectives that NCCL serves, over gloo's own: the same calls, without a GPU."""
     collectives = open_native_collectives("gloo", "cpu", rendezvous.store, group.rank, group.size, group._watch)  # type: ignore[attr-defined]
     entry = Order().add("test")

@@ -28,7 +28,7 @@ def on_every_rank(size: int, job: Callable[[int], T]) -> list[T | BaseException]
     def run(rank: int) -> None:
         try:
             results[rank] = job(rank)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - a result like any other
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -39,9 +39,9 @@ def on_every_rank(size: int, job: Callable[[int], T]) -> list[T | BaseException]
     return results
 
 
-def open_threads(size: int, recorders: list[Recorder] | None = None) -> list[Group]:
+def open_threads(size: int, recorders: list[Recorder] | None = None, store: dist.Store | None = None) -> list[Group]:
     """Return the groups of `size` ranks, opened together."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
 
     def job(rank: int) -> Group:
         return open_group(

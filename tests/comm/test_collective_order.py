@@ -50,7 +50,7 @@ def test_beats_cross_the_store_unchanged() -> None:
     """What a rank publishes is what another reads."""
     beat = Beat(3, RankState.FAILED, "disk full", "host", 12, 1 << 31, 5, 2, order_of("ab", step=5).tail(2))
     assert from_json(to_json(beat)) == beat
-    assert "2.0 GiB resident" in beat.words()
+    assert "2.00 GiB resident" in beat.words()
 
 
 @given(num_elements=st.integers(0, 10_000), bucket_elements=st.integers(1, 3000))

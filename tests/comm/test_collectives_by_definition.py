@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rank_threads import on_every_rank, ranks
 
 from infinity.comm.group import SUMMED_DTYPES, Group, barrier, maximum, minimum, union
 from infinity.comm.local import Local
 from infinity.errors import CommError, IllegalTransition
 from infinity.telemetry.recorder import Recorder
-from rank_threads import on_every_rank, ranks
-
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -27,7 +25,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
             yield opened
 
 
-def every(groups: list[Group], job):  # noqa: ANN001, ANN201 - a job of any result
+def every(groups: list[Group], job):
     """Run job(group) on every rank at once; raise the first error."""
     results = on_every_rank(len(groups), lambda rank: job(groups[rank]))
     for result in results:
@@ -44,7 +42,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def contribution(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Values of very different sizes, so that another order of the sum gives other bits."""
     generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(num_elements, generator=generator) * 10 ** torch.randint(-3, 4, (num_elements,), generator=generator)
+    values = torch.randn(num_elements, generator=generator) * 10.0 ** torch.randint(
+        -3, 4, (num_elements,), generator=generator
+    )
     return values.to(dtype)
 
 
@@ -81,9 +81,9 @@ def test_all_gather_puts_every_shard_in_its_place(groups: list[Group], dtype: to
 
 
 @pytest.mark.parametrize("dtype", SUMMED_DTYPES, ids=str)
-@pytest.mark.parametrize("shard_elements", [1, 1000, 700_001])
+@pytest.mark.parametrize("shard_elements", [1, 1000, 530_001])
 def test_sums_are_made_in_rank_order_and_rounded_once(groups: list[Group], dtype: torch.dtype, shard_elements: int) -> None:
-    """reduce_scatter gives the bits of the definition for every shard and cut; all_reduce has the same; both work in place (C13)."""
+    """reduce_scatter and all_reduce have the bits of the definition for every shard and cut, also in place (C13)."""
     size = len(groups)
     expected = summed(size, size * shard_elements, dtype)
 
@@ -112,10 +112,9 @@ def test_sums_are_made_in_rank_order_and_rounded_once(groups: list[Group], dtype
 def test_the_order_of_the_sum_shows_in_these_values() -> None:
     """The values of these tests would tell another order of three ranks, and a rounding after each addition."""
     parts = [contribution(rank, 1000, torch.bfloat16) for rank in range(3)]
-    floats = [part.float() for part in parts]
-    expected = summed(3, 1000, torch.bfloat16)
-    assert not same_bits(((floats[2] + floats[1]) + floats[0]), ((floats[0] + floats[1]) + floats[2]))
-    assert not same_bits((parts[0] + parts[1]) + parts[2], expected)
+    floats = [contribution(rank, 1000, torch.float32) for rank in range(3)]
+    assert not same_bits((floats[2] + floats[1]) + floats[0], summed(3, 1000, torch.float32))
+    assert not same_bits((parts[0] + parts[1]) + parts[2], summed(3, 1000, torch.bfloat16))
 
 
 def test_values_that_are_not_finite_survive_a_sum(groups: list[Group]) -> None:
@@ -194,9 +193,11 @@ def test_many_collectives_under_way_keep_their_order(groups: list[Group]) -> Non
         (torch.zeros(8)[::2], torch.zeros(4)),
     ],
 )
-def test_buffers_that_do_not_fit_each_other_are_refused(groups: list[Group], shard: torch.Tensor, flat: torch.Tensor) -> None:
+def test_buffers_that_do_not_fit_each_other_are_refused(
+    groups: list[Group], shard: torch.Tensor, flat: torch.Tensor
+) -> None:
     """Before anything crosses a link, by the rank itself; the group goes on."""
-    with pytest.raises(CommError, match="blocks.0"):
+    with pytest.raises(CommError, match=r"blocks\.0"):
         groups[0].all_gather(shard, flat, what="blocks.0")
 
 
@@ -220,6 +221,10 @@ def test_bytes_are_counted_as_the_theory_counts_them() -> None:
 
         every(groups, job)
     for recorder in recorders:
-        assert recorder.counters() == {"all_gather_bytes": 400 + 400, "reduce_scatter_bytes": 800 + 400, "broadcast_bytes": 400}
+        assert recorder.counters() == {
+            "all_gather_bytes": 400 + 400,
+            "reduce_scatter_bytes": 800 + 400,
+            "broadcast_bytes": 400,
+        }
     with pytest.raises(IllegalTransition, match="close"):
         groups[0].all_reduce(torch.zeros(3), what="late")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from infinity.comm.local import Local
 from infinity.comm.open_group import meet
@@ -20,23 +20,20 @@ SIZE = 3
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def test_three_processes_work_together_and_two_survive_the_third() -> None:
-    """Sums agree, the calls that NCCL serves do too, and a killed rank is an error with exit code 8 on the others (C40, C131)."""
-    port = free_port()
+    """Sums agree, also of the calls that NCCL serves; a killed rank is an error with exit code 8 elsewhere (C40, C131)."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's, which outlives each rank
     ranks = [
         subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_process.py"))],
             env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            | {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            | {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "PYTHONPATH": str(ROOT),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,7 +50,12 @@ def test_three_processes_work_together_and_two_survive_the_third() -> None:
         said = [json.loads(line) for line in stdout.splitlines()]
         assert said[0] == {"sum": [6.0] * 6, "backend": "gloo"}
         total = [30.0 + 3 * element for element in range(6)]
-        assert said[1] == {"whole": total, "everywhere": total, "source": [20.0 + element for element in range(6)], "done": True}
+        assert said[1] == {
+            "whole": total,
+            "everywhere": total,
+            "source": [20.0 + element for element in range(6)],
+            "done": True,
+        }
         if rank != 1:
             assert "Rank 1 is dead" in said[2]["error"]
             assert "step 9" in said[2]["error"]

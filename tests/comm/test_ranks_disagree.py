@@ -6,13 +6,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_threads import on_every_rank, open_threads
 
 from infinity.comm.group import Group
 from infinity.errors import CommError
 
 
-def errors_of(groups: list[Group], job) -> list[CommError]:  # noqa: ANN001 - a job of any result
+def errors_of(groups: list[Group], job) -> list[CommError]:
     """Run job(group) on every rank, which must raise CommError everywhere; then end the groups."""
     results = on_every_rank(len(groups), lambda rank: job(groups[rank]))
     for group in groups:
@@ -97,7 +98,7 @@ def test_a_silent_rank_is_dead_with_its_last_known_memory() -> None:
 
     first, _ = errors_of(groups, silent)
     assert "Rank 1 is dead" in first.message
-    assert "2.0 GiB resident" in first.message
+    assert "2.00 GiB resident" in first.message
 
 
 def test_work_asked_for_after_an_error_gets_the_same_error() -> None:
@@ -134,3 +135,18 @@ def test_a_slow_rank_is_waited_for() -> None:
         group.close()
 
     assert on_every_rank(2, lambda rank: job(groups[rank])) == [None, None]
+
+
+def test_one_group_after_another_over_one_store() -> None:
+    """What the first group said in the store says nothing about the second."""
+    store = dist.HashStore()
+    for units in (["blocks.0", "blocks.1"], ["blocks.1"]):
+        groups = open_threads(2, store=store)
+
+        def job(group: Group, units: list[str] = units) -> None:
+            for unit in units:
+                visit(group, unit)
+            time.sleep(0.2)
+            group.close()
+
+        assert on_every_rank(2, lambda rank: job(groups[rank])) == [None, None]  # noqa: B023 - run at once
