@@ -17,7 +17,7 @@ from infinity.comm.watch import Pace
 from infinity.telemetry.recorder import Recorder
 
 T = TypeVar("T")
-QUICK = Pace(beat_seconds=0.05, dead_seconds=1.5)
+QUICK = Pace(beat_seconds=0.05, dead_seconds=20.0)  # a busy machine must not look dead
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -39,7 +39,9 @@ def on_every_rank(size: int, job: Callable[[int], T]) -> list[T | BaseException]
     return results
 
 
-def open_threads(size: int, recorders: list[Recorder] | None = None, store: dist.Store | None = None) -> list[Group]:
+def open_threads(
+    size: int, recorders: list[Recorder] | None = None, *, store: dist.Store | None = None, pace: Pace = QUICK
+) -> list[Group]:
     """Return the groups of `size` ranks, opened together."""
     store = dist.HashStore() if store is None else store
 
@@ -49,7 +51,7 @@ def open_threads(size: int, recorders: list[Recorder] | None = None, store: dist
             device=torch.device("cpu"),
             recorder=recorders[rank] if recorders else Recorder(),
             resident_bytes=lambda: (rank + 1) << 30,
-            pace=QUICK,
+            pace=pace,
         )
 
     groups = on_every_rank(size, job)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rank_threads import on_every_rank, open_threads
 
 from infinity.comm.group import Group
+from infinity.comm.watch import Pace
 from infinity.errors import CommError
 
 
@@ -85,7 +86,7 @@ def test_a_rank_that_fails_tells_the_others_why() -> None:
 
 def test_a_silent_rank_is_dead_with_its_last_known_memory() -> None:
     """A rank whose beats stop is found while the others wait for it, and the error quotes what it said last (C40, C131)."""
-    groups = open_threads(2)
+    groups = open_threads(2, pace=Pace(beat_seconds=0.05, dead_seconds=1.0))
     groups[0].begin_step(4)
 
     def silent(group: Group) -> None:
@@ -126,11 +127,11 @@ def test_work_asked_for_after_an_error_gets_the_same_error() -> None:
 
 def test_a_slow_rank_is_waited_for() -> None:
     """A rank that is late by more than the time after which silence is death is not dead: it still beats."""
-    groups = open_threads(2)
+    groups = open_threads(2, pace=Pace(beat_seconds=0.05, dead_seconds=2.0))
 
     def job(group: Group) -> None:
         if group.rank == 1:
-            time.sleep(2.0)
+            time.sleep(2.5)
         visit(group, "blocks.0")
         group.close()
 
