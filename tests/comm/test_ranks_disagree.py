@@ -127,11 +127,11 @@ def test_work_asked_for_after_an_error_gets_the_same_error() -> None:
 
 def test_a_slow_rank_is_waited_for() -> None:
     """A rank that is late by more than the time after which silence is death is not dead: it still beats."""
-    groups = open_threads(2, pace=Pace(beat_seconds=0.05, dead_seconds=2.0))
+    groups = open_threads(2, pace=Pace(beat_seconds=0.05, dead_seconds=3.0))
 
     def job(group: Group) -> None:
         if group.rank == 1:
-            time.sleep(2.5)
+            time.sleep(3.4)
         visit(group, "blocks.0")
         group.close()
 
