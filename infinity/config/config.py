@@ -84,6 +84,8 @@ class Config(Section):
             raise ValueError(
                 f"infinity.grad_dtype {own} contradicts data_types.grad_accum_dtype {accumulate}; keep one of them"
             )
+        if self.bf16.enabled and self.fp16.enabled:
+            raise ValueError("bf16.enabled and fp16.enabled are both true; a run has one precision")
         if self.grad_dtype == "bf16" and not self.bf16.enabled:
             raise ValueError("a bf16 gradient needs bf16.enabled: fp32 runs keep fp32 gradients")
         for name, section in self._offload_sections():
@@ -173,6 +175,9 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
             "optimizer.type: Adam decays weights as AdamW does, because adam_w_mode is true unless it is set to false, "
             "as in DeepSpeed."
         )
+    if not config.fp16.enabled:
+        unused = [path for path in resolved.given if path.startswith("fp16.") and path != "fp16.enabled"]
+        notes += [f"{path}: has no effect because fp16 is off." for path in unused]
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):
             notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")

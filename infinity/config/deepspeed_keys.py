@@ -43,7 +43,6 @@ _TILES = (
 _PIPELINE = "has no effect because the update is always a pipeline of reads, Adam and writes"
 _RING = "has no effect because aio.queue_depth alone says how many requests are in flight"
 _ONE_RANK = "has no effect on one rank"
-_FP16 = "has no effect because fp16 is off"
 _MONITOR = "has no effect because metrics are written as JSON lines"
 _QUANTISED = "is not supported: nothing is quantised"
 _LATER = "is not supported in this release"
@@ -77,14 +76,8 @@ KNOWN: dict[str, KnownKey] = {
     "optimizer.params.amsgrad": _refused("is not supported", False),
     "optimizer.params.fp32_optimizer_states": _refused("is always on", True),
     # precision
-    "fp16.auto_cast": KnownKey(bool, _FP16),
-    "fp16.loss_scale": KnownKey(_NUMBER, _FP16),
-    "fp16.initial_scale_power": KnownKey(_NUMBER, _FP16),
-    "fp16.loss_scale_window": KnownKey(_NUMBER, _FP16),
-    "fp16.hysteresis": KnownKey(_NUMBER, _FP16),
-    "fp16.consecutive_hysteresis": KnownKey(bool, _FP16),
-    "fp16.min_loss_scale": KnownKey(_NUMBER, _FP16),
-    "fp16.fp16_master_weights_and_grads": KnownKey(bool, _FP16),
+    "fp16.auto_cast": _refused("is not supported: inputs keep the dtype that they are given", False),
+    "fp16.fp16_master_weights_and_grads": _refused("is not supported: the master weights are fp32", False),
     "bf16.immediate_grad_update": KnownKey(bool, "has no effect because gradients are summed in fp32 as they are made"),
     "bf16.check_grad_overflow": KnownKey(bool, "has no effect because every gradient is checked to be finite"),
     "bf16.bf16_master_weights_and_grads": _refused("is not supported: the master weights are fp32", False),

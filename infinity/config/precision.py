@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import field_validator
+from pydantic import Field, field_validator, model_validator
 
-from infinity.config.section import GradDtype, Section
+from infinity.config.section import Count, GradDtype, Section, WholeNumber
 
 
 class Bf16Section(Section):
@@ -14,9 +14,19 @@ class Bf16Section(Section):
 
 
 class Fp16Section(Section):
-    """`fp16`: known, and refused when it is switched on."""
+    """`fp16`: fp16 weights below a full fp32 master, and a loss scale that keeps small gradients above zero.
+
+    The scale begins at 2^initial_scale_power; it is halved by a gradient that is not finite, once `hysteresis` of them were
+    met, and doubled after `loss_scale_window` steps without one. `loss_scale` other than 0 is kept for the whole run.
+    """
 
     enabled: bool = False
+    loss_scale: float = Field(default=0.0, ge=0.0)  # 0: dynamic
+    initial_scale_power: WholeNumber = Field(default=16, le=127)  # the largest power of two that fp32 holds
+    loss_scale_window: Count = 1000  # steps
+    hysteresis: Count = 2  # gradients that are not finite
+    consecutive_hysteresis: bool = False  # whether a finite gradient restores the hysteresis
+    min_loss_scale: float = Field(default=1.0, gt=0.0)
 
     @field_validator("enabled")
     @classmethod
@@ -24,6 +34,15 @@ class Fp16Section(Section):
         if enabled:
             raise ValueError("fp16 comes in a later release, with loss scaling; set bf16.enabled instead")
         return enabled
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> Fp16Section:
+        if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
+            raise ValueError(
+                f"min_loss_scale {self.min_loss_scale:g} is more than the scale that the run begins with, "
+                f"2^initial_scale_power = 2^{self.initial_scale_power} = {2.0**self.initial_scale_power:g}"
+            )
+        return self
 
 
 class DataTypesSection(Section):

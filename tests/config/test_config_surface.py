@@ -31,6 +31,12 @@ FIELDS: dict[str, object] = {
     "scheduler.params.min_ratio": 0.1,
     "bf16.enabled": True,
     "fp16.enabled": True,
+    "fp16.loss_scale": 128.0,
+    "fp16.initial_scale_power": 8,
+    "fp16.loss_scale_window": 500,
+    "fp16.hysteresis": 4,
+    "fp16.consecutive_hysteresis": True,
+    "fp16.min_loss_scale": 0.5,
     "data_types.grad_accum_dtype": "fp32",
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "nvme",
@@ -65,9 +71,8 @@ _KNOWN_WITHOUT_EFFECT = """
 activation_checkpointing aio.intra_op_parallelism aio.overlap_events aio.single_submit aio.use_gds
 bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.check_grad_overflow bf16.immediate_grad_update checkpoint
 comet comms_logger communication_data_type csv_monitor data_parallel_size data_types.buffer_dtype data_types.param_dtype
-dataloader_drop_last disable_allgather dump_state flops_profiler fp16.auto_cast fp16.consecutive_hysteresis
-fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power fp16.loss_scale fp16.loss_scale_window
-fp16.min_loss_scale gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
+dataloader_drop_last disable_allgather dump_state flops_profiler fp16.auto_cast fp16.fp16_master_weights_and_grads
+gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
 managed_gradient_accumulation memory_breakdown optimizer.legacy_fusion optimizer.params.amsgrad
 optimizer.params.bias_correction optimizer.params.fp32_optimizer_states optimizer.params.torch_adam prescale_gradients
 seq_parallel_communication_data_type sequence_parallel_size sparse_gradients tensorboard timers
