@@ -77,6 +77,7 @@ EvalEvery = Annotated[int | None, _whole(_JOB, "--eval-every", "Evaluate every N
 EvalBatches = Annotated[int, _whole(_JOB, "--eval-batches", "Micro-batches of an evaluation.", "N", "8")]
 ConfigFile = Annotated[Path | None, _place(_JOB, "--config", "Configuration with DeepSpeed's keys.", "FILE.json")]
 Set = Annotated[list[str] | None, _option(_JOB, "--set", "One key; repeatable; wins over the file.", "KEY=VALUE")]
+PrintConfig = Annotated[bool, _option(_JOB, "--print-config", "Show every key, its value and where it is from; end.")]
 Seed = Annotated[int | None, _whole(_JOB, "--seed", "Of initial weights and data.", "N", "0")]
 
 Steps = Annotated[int, _whole(_STEP, "--steps", "Optimizer steps of the whole run.", "N", "300")]

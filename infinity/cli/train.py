@@ -54,20 +54,26 @@ def train(
     resume: o.Resume = "auto",
     save_weights: o.SaveWeights = False,
     trace: o.Trace = None,
+    print_config: o.PrintConfig = False,
 ) -> None:
     """Train a built-in decoder on text. `--nvme DIR` alone is enough: everything else is chosen."""
     flags = locals()
     from infinity.train.stopping import stop_request
 
     with failures_explained(), stop_request() as stopping:
+        from infinity.cli.config_listing import show_config
         from infinity.cli.display import open_display
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
         from infinity.train.preflight import check_run
 
         layers = _layers(config, set_ or (), flags)
+        resolved = resolve_config(layers, model=model, steps=steps, has_native_bf16=native_bf16())
+        if print_config:
+            show_config(resolved, world_size=1)
+            return
         options = TrainOptions(
-            config=resolve_config(layers, model=model, steps=steps, has_native_bf16=native_bf16()),
-            model=model, steps=steps, seq_len=seq_len, data=tuple(data or ()), eval_data=eval_data, hold_out=hold_out,
+            config=resolved, model=model, steps=steps, seq_len=seq_len, data=tuple(data or ()), eval_data=eval_data,
+            hold_out=hold_out,
             eval_every=eval_every, eval_batches=eval_batches, output=output, checkpoint_every=checkpoint_every, keep=keep,
             resume=resume, save_weights=save_weights, trace=trace,
         )  # fmt: skip

@@ -10,12 +10,13 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from infinity.config.aio import AioSection
 from infinity.config.batch import BatchSizes, resolve_batch
-from infinity.config.layers import Layer, file_layer
-from infinity.config.optimizer import OptimizerSection, SchedulerSection
+from infinity.config.layers import Layer, base64_layer, file_layer
+from infinity.config.optimizer import OptimizerSection
 from infinity.config.own import InfinitySection
 from infinity.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from infinity.config.problems import config_error, validation_problems
 from infinity.config.resolve import DEFAULT_SOURCE, Resolved, SourcedValue, resolve, schema_of
+from infinity.config.scheduler import PEAK_OF_TYPE, SchedulerSection
 from infinity.config.section import Count, Section, Seed
 from infinity.config.zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from infinity.errors import ConfigError
@@ -44,36 +45,44 @@ class Config(Section):
     infinity: InfinitySection = InfinitySection()
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _given: frozenset[str] = PrivateAttr(default=frozenset())
+    _auto: frozenset[str] = PrivateAttr(default=frozenset())
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def from_any(cls, value: Mapping[str, object] | str | Path | Config | None) -> Config:
-        """Return the configuration that a dict, a JSON file's path, a Config or None (all defaults) means."""
+        """Return the configuration that a dict, a JSON file's path, its JSON in base64, a Config or None means."""
         if isinstance(value, Config):
             return value
         if value is None:
             return cls.from_layers(())
         if isinstance(value, str | Path):
-            return cls.from_layers((file_layer(value),))
+            encoded = base64_layer(value) if isinstance(value, str) else None
+            return cls.from_layers((encoded or file_layer(value),))
         if isinstance(value, Mapping):
             return cls.from_layers((Layer("config", value),))
         raise ConfigError(
             f"config: {type(value).__name__} is no configuration.",
-            remedy="Give a dict, the path of a JSON file or a Config.",
+            remedy="Give a dict, the path of a JSON file, JSON in base64 or a Config.",
         )
 
     @classmethod
-    def from_layers(cls, layers: Sequence[Layer]) -> Config:
-        """Merge layers, the weakest first: file, then `--set`, then flags."""
-        resolved = resolve(layers, SCHEMA)
+    def from_layers(cls, layers: Sequence[Layer], chosen: Layer | None = None) -> Config:
+        """Merge layers, the weakest first: file, then `--set`, then flags.
+
+        `chosen` holds, by key path, what the program chooses where no layer gives a value or the last one says auto.
+        """
+        resolved = resolve(layers, SCHEMA, chosen)
         problems = list(resolved.problems)
         try:
             config = cls(**resolved.nested())  # type: ignore[arg-type]
         except ValidationError as error:
-            problems += validation_problems(error, {path: value.source for path, value in resolved.given.items()})
+            problems += validation_problems(error, _source_texts(resolved))
         if problems:
             raise config_error(problems)
         config._sources = _source_texts(resolved)
+        config._given = frozenset(resolved.given)
+        config._auto = frozenset(resolved.auto_sources)
         config._notes = (*resolved.notes, *_notes(config, resolved))
         return config
 
@@ -94,12 +103,6 @@ class Config(Section):
                     f"zero_optimization.{name}.device is nvme, but no directory is given; set its nvme_path, "
                     "infinity.nvme or --nvme"
                 )
-        schedule = self.scheduler.params
-        if schedule.total_num_steps is not None and schedule.warmup_num_steps > schedule.total_num_steps:
-            raise ValueError(
-                f"scheduler.params: warmup_num_steps {schedule.warmup_num_steps} is more than "
-                f"total_num_steps {schedule.total_num_steps}"
-            )
         return self
 
     def _offload_sections(self) -> tuple[tuple[str, OffloadOptimizerSection | OffloadParamSection], ...]:
@@ -147,6 +150,33 @@ class Config(Section):
             for path in sorted(SCHEMA.fields)
         }
 
+    def resolved(self, world_size: int) -> dict[str, SourcedValue]:
+        """Return what counts for a number of ranks: `sources` with the whole batch triple, without what the scheduler lacks.
+
+        Raises ConfigError, with the arithmetic, where the triple does not come out.
+        """
+        batch = self.batch(world_size)
+        said = f"{batch.train_batch_size} = {batch.micro_batch_size} x {batch.num_micro_batches} x {world_size} ranks"
+        triple = {
+            "train_batch_size": batch.train_batch_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+            "gradient_accumulation_steps": batch.num_micro_batches,
+        }
+        params = {f"scheduler.params.{name}" for name in self.scheduler.values()}
+        return {
+            path: SourcedValue(triple[path], said) if sourced.value is None and path in triple else sourced
+            for path, sourced in self.sources().items()
+            if path in params or not path.startswith("scheduler.params.")
+        }
+
+    def is_given(self, path: str) -> bool:
+        """Return whether a layer gives this key a value other than auto."""
+        return path in self._given
+
+    def says_auto(self, path: str) -> bool:
+        """Return whether the last word on this key is auto."""
+        return path in self._auto
+
     def notes(self) -> tuple[str, ...]:
         """Return one line for each given key that has no effect here or means something that its name does not say."""
         return self._notes
@@ -156,8 +186,9 @@ SCHEMA = schema_of(Config)
 
 
 def _source_texts(resolved: Resolved) -> dict[str, str]:
-    given = {path: sourced.source for path, sourced in resolved.given.items()}
-    return given | {path: f"{DEFAULT_SOURCE} ({source} says auto)" for path, source in resolved.auto_sources.items()}
+    """Return where each value that is not a plain default comes from."""
+    auto = {path: f"{DEFAULT_SOURCE} ({source} says auto)" for path, source in resolved.auto_sources.items()}
+    return auto | {path: sourced.source for path, sourced in (*resolved.chosen.items(), *resolved.given.items())}
 
 
 def _value_at(tree: Mapping[str, object], path: str) -> object:
@@ -175,9 +206,21 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
             "optimizer.type: Adam decays weights as AdamW does, because adam_w_mode is true unless it is set to false, "
             "as in DeepSpeed."
         )
+    peak = f"scheduler.params.{PEAK_OF_TYPE.get(config.scheduler.type)}"
+    if "optimizer.params.lr" in resolved.given and peak in resolved.given and resolved.given[peak].value is not None:
+        notes.append(f"optimizer.params.lr: has no effect because {peak} {resolved.given[peak].value} is given.")
+    params = config.scheduler.params
+    if params.total_num_steps and (params.warmup_num_steps or 0) > params.total_num_steps:
+        notes.append(
+            f"scheduler.params.warmup_num_steps: {params.warmup_num_steps} is more than total_num_steps "
+            f"{params.total_num_steps}, so that the learning rate never reaches its peak."
+        )
     if not config.fp16.enabled:
-        unused = [path for path in resolved.given if path.startswith("fp16.") and path != "fp16.enabled"]
-        notes += [f"{path}: has no effect because fp16 is off." for path in unused]
+        notes += [
+            f"fp16.{name}: has no effect because fp16 is off."
+            for name, value in config.fp16
+            if value != getattr(Fp16Section(), name)
+        ]
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):
             notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")

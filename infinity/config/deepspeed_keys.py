@@ -75,6 +75,11 @@ KNOWN: dict[str, KnownKey] = {
     "optimizer.params.bias_correction": _refused("is always on", True),
     "optimizer.params.amsgrad": _refused("is not supported", False),
     "optimizer.params.fp32_optimizer_states": _refused("is always on", True),
+    # scheduler
+    "scheduler.params.last_batch_iteration": _refused(
+        "is not supported: a checkpoint holds the position of the schedule", -1, kind=int
+    ),
+    "scheduler.params.decay_mom_rate": _refused("is not supported: momentum would grow past 1", 0, kind=_NUMBER),
     # precision
     "fp16.auto_cast": _refused("is not supported: inputs keep the dtype that they are given", False),
     "fp16.fp16_master_weights_and_grads": _refused("is not supported: the master weights are fp32", False),
@@ -167,6 +172,30 @@ KNOWN: dict[str, KnownKey] = {
     "csv_monitor": KnownKey(dict, _MONITOR),
     "flops_profiler": KnownKey(dict, _MONITOR),
 }
+
+# The keys of sections that are known as a whole.
+INNER_KEYS: dict[str, tuple[str, ...]] = {
+    "activation_checkpointing": (
+        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
+        "synchronize_checkpoint_boundary", "profile",
+    ),
+    "timers": ("throughput",),
+    "checkpoint": (
+        "tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "checkpoint_serialization", "writer",
+    ),
+    "comms_logger": ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
+    "tensorboard": ("enabled", "output_path", "job_name"),
+    "wandb": ("enabled", "group", "team", "project"),
+    "comet": (
+        "enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key", "online",
+        "mode",
+    ),
+    "csv_monitor": ("enabled", "output_path", "job_name"),
+    "flops_profiler": (
+        "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
+    ),
+    "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
+}  # fmt: skip
 
 # Sections that change training or the run: accepted only while they are switched off.
 SWITCHED_SECTIONS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,18 +27,31 @@ def file_layer(path: str | Path) -> Layer:
         raise ConfigError(
             f"{path}: cannot read the configuration: {error}.", remedy="Give the path of a JSON file."
         ) from None
+    return _layer(text, str(path))
+
+
+def base64_layer(text: str) -> Layer | None:
+    """Read a JSON object that was written as base64; None where the text is no such thing, for example a path."""
     try:
-        values = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
+        decoded = base64.b64decode(text, validate=True).decode("utf-8")
+    except ValueError:
+        return None
+    return _layer(decoded, "the base64 configuration") if decoded.lstrip().startswith("{") else None
+
+
+def _layer(text: str, source: str) -> Layer:
+    try:
+        values = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, source))
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}.",
+            f"{source}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}.",
             remedy="Comments and trailing commas are not JSON.",
         ) from None
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply to be a configuration.") from None
+        raise ConfigError(f"{source}: nested too deeply to be a configuration.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds {type(values).__name__}, not an object.", remedy='Write {"key": value, ...}.')
-    return Layer(str(path), values)
+        raise ConfigError(f"{source}: holds {type(values).__name__}, not an object.", remedy='Write {"key": value, ...}.')
+    return Layer(source, values)
 
 
 def set_layer(assignment: str) -> Layer:

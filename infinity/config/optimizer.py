@@ -1,12 +1,12 @@
-"""The sections `optimizer` and `scheduler`: the update rule and the course of its learning rate."""
+"""The section `optimizer`: the update rule and its hyper-parameters."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from infinity.config.section import Betas, Count, Section, Share, WholeNumber
+from infinity.config.section import Betas, Section
 
 _NAMES = {"adam": "Adam", "adamw": "AdamW"}
 _DEFAULT_WEIGHT_DECAY = {"Adam": 0.0, "AdamW": 0.01}  # torch.optim's
@@ -25,10 +25,6 @@ _LATER_OPTIMIZERS = (
     "musgd",
     "sgd",
 )
-_NEAREST_SCHEDULES = {
-    "WarmupLR": "constant with warmup_num_steps", "WarmupDecayLR": "linear with warmup_num_steps",
-    "WarmupCosineLR": "cosine with warmup_num_steps", "OneCycle": "linear with warmup_num_steps", "LRRangeTest": "linear",
-}  # fmt: skip
 
 
 def _canonical_type(value: object) -> object:
@@ -39,12 +35,6 @@ def _supported_type(value: object) -> object:
     if isinstance(value, str) and value.lower() in _LATER_OPTIMIZERS:
         raise ValueError(f"{value} is not supported in this release; write Adam or AdamW")
     return _canonical_type(value)
-
-
-def _supported_schedule(value: object) -> object:
-    if isinstance(value, str) and value in _NEAREST_SCHEDULES:
-        raise ValueError(f"{value} is not supported in this release; nearest is {_NEAREST_SCHEDULES[value]}")
-    return value
 
 
 class AdamParams(Section):
@@ -60,7 +50,11 @@ class AdamParams(Section):
 class OptimizerSection(Section):
     """`optimizer`: Adam or AdamW with its hyper-parameters."""
 
-    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_supported_type)] = "AdamW"
+    type: Annotated[
+        Literal["Adam", "AdamW"],
+        BeforeValidator(_supported_type),
+        WithJsonSchema({"enum": [*_NAMES.values(), *_NAMES]}),
+    ] = "AdamW"
     params: AdamParams = AdamParams()
 
     @model_validator(mode="before")
@@ -84,18 +78,3 @@ class OptimizerSection(Section):
     def decoupled(self) -> bool:
         """Whether weight decay acts on the weight directly (AdamW) instead of through the gradient (Adam)."""
         return self.params.adam_w_mode
-
-
-class SchedulerParams(Section):
-    """`scheduler.params`."""
-
-    warmup_num_steps: WholeNumber = 0  # the learning rate rises linearly from 0 over these steps
-    total_num_steps: Count | None = None  # None: the steps of the run; needed by linear and cosine
-    min_ratio: Share = 0.0  # the learning rate at the end, as a share of its peak
-
-
-class SchedulerSection(Section):
-    """`scheduler`: the learning rate over the applied steps."""
-
-    type: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_supported_schedule)] = "constant"
-    params: SchedulerParams = SchedulerParams()

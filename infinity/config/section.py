@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from infinity.byte_sizes import parse_bytes
 from infinity.errors import ConfigError
@@ -51,9 +51,12 @@ def _size(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
 WholeNumber = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=(1 << 63) - 1)]  # what every generator takes
-Size = Annotated[int, BeforeValidator(_size)]  # bytes; "2GiB" in the file
-Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths)]  # one path or a list of them in the file
-Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+_TEXTS = WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})
+Size = Annotated[  # bytes; "2GiB" in the file
+    int, BeforeValidator(_size), WithJsonSchema({"type": ["integer", "string"]})
+]
+Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), _TEXTS]  # one path or a list of them in the file
+Words = Annotated[tuple[str, ...], BeforeValidator(_words), _TEXTS]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_pair)]

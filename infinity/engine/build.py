@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
 from infinity.engine.cut import CutModel, cut
 from infinity.engine.determinism import compute_deterministically
@@ -24,8 +25,9 @@ from infinity.engine.engine import Engine, EngineParts
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
+from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_course_schedule, build_torch_schedule
 from infinity.engine.model_settings import settle_model
-from infinity.engine.optimizer import LrSchedule, Optimizer, build_optimizer
+from infinity.engine.optimizer import Optimizer, build_optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import (
     ActivationSizes,
@@ -46,7 +48,7 @@ from infinity.engine.update import Updater
 from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.engine.waiting_sums import WaitingSums
-from infinity.errors import ConfigError, IllegalTransition
+from infinity.errors import IllegalTransition
 from infinity.memory.base import measure_base
 from infinity.memory.device import ComputeDevice, open_compute_device
 from infinity.memory.host_allocator import tune_host_allocator
@@ -54,7 +56,6 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import Lease
 from infinity.optim.kernel import open_kernel
 from infinity.optim.pipeline import IoPolicy
-from infinity.optim.schedules import ScheduleKind, build_schedule
 from infinity.optim.stream import open_update_stream
 from infinity.placement import Placement, Plan
 from infinity.states import Tier
@@ -95,6 +96,7 @@ def initialize(
     model: nn.Module,
     config: Config | Mapping[str, object] | str | Path | None = None,
     placement: Placement | None = None,
+    lr_scheduler: GivenScheduler | None = None,
     init: Initializer | None = None,
     activation_bytes: int | None = None,
     kept_bytes: Callable[[str], int] | None = None,
@@ -106,10 +108,11 @@ def initialize(
     """Take over a module for training and return its engine.
 
     `config` is a dict with DeepSpeed's keys, the path of a JSON file, or a Config. `placement` says what lives in which
-    tier, by default what the configuration asks for. The model may be on the meta device: `init(module, name)` or each
-    module's reset_parameters() then gives its values, one module at a time. `activation_bytes` is what torch will need
-    inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose weights stay, where
-    they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
+    tier, by default what the configuration asks for. `lr_scheduler` takes the place of the section `scheduler`: a scheduler
+    of torch, or a function that makes one over the optimizer that it is given. The model may be on the meta device:
+    `init(module, name)` or each module's reset_parameters() then gives its values, one module at a time. `activation_bytes`
+    is what torch will need inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose
+    weights stay, where they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
     `on_plan` is called with the plan, and what each directory will take, before any of it is reserved.
 
@@ -117,7 +120,11 @@ def initialize(
     has or had; nothing is left behind then, and the model is as it was.
     """
     resolved = Config.from_any(config)
-    lr_schedule = _lr_schedule(resolved, num_steps)
+    optimizer = build_optimizer(resolved.optimizer)
+    if lr_scheduler is None:
+        lr_schedule: LrSchedule = build_course_schedule(resolved.scheduler, optimizer.param_groups, num_steps)
+    else:
+        lr_schedule = build_torch_schedule(lr_scheduler, optimizer.param_groups)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
@@ -152,10 +159,17 @@ def initialize(
             compute=compute,
             init=init,
             run_name=run_name,
+            optimizer=optimizer,
             lr_schedule=lr_schedule,
             adopted=adopted,
             base_bytes=base_bytes,
-            notes=(*resolved.notes(), *allocator.notes, *placement_notes(asked, pieces, compute), *directories.notes),
+            notes=(
+                *resolved.notes(),
+                *_schedule_notes(resolved, lr_scheduler),
+                *allocator.notes,
+                *placement_notes(asked, pieces, compute),
+                *directories.notes,
+            ),
         )
         engine = _compose(request, resources, undo)
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
@@ -174,6 +188,7 @@ class EngineRequest:
     compute: ComputeDevice
     init: Initializer | None
     run_name: str
+    optimizer: Optimizer
     lr_schedule: LrSchedule
     adopted: Adoption | None  # the checkpoint in place that is taken over
     base_bytes: int  # RSS before any model exists
@@ -271,7 +286,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     )
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
-    optimizer = build_optimizer(config.optimizer)
+    optimizer = request.optimizer
     updater = Updater(
         shards=shards,
         gradients=gradients,
@@ -386,22 +401,10 @@ def _build_walk(
     return Walk(module, runtimes, rerun, root_bindings(pieces.units, shards), weights, sums, randomness)
 
 
-def _lr_schedule(config: Config, num_steps: int | None) -> LrSchedule:
-    params = config.scheduler.params
-    if config.scheduler.type != ScheduleKind.CONSTANT.value and not (params.total_num_steps or num_steps):
-        raise ConfigError(
-            f"scheduler.type is {config.scheduler.type}, but nothing says how long the run is.",
-            remedy="Set scheduler.params.total_num_steps, or give initialize(num_steps=...).",
-        )
-    total = params.total_num_steps or num_steps or max(1, params.warmup_num_steps)
-    schedule = build_schedule(
-        config.scheduler.type,
-        peak_lr=config.optimizer.params.lr,
-        num_steps=max(total, params.warmup_num_steps),
-        num_warmup_steps=params.warmup_num_steps,
-        min_ratio=params.min_ratio,
-    )
-    return LrSchedule(schedule)
+def _schedule_notes(config: Config, given: GivenScheduler | None) -> tuple[str, ...]:
+    if given is None or config.sources()["scheduler.type"].source == DEFAULT_SOURCE:
+        return ()
+    return ("scheduler: has no effect because initialize was given an lr_scheduler.",)
 
 
 def _refuse_lease(shard: int) -> Lease:

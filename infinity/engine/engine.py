@@ -18,7 +18,8 @@ from infinity.engine.activations import ActivationMeter
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
 from infinity.engine.gate import gated
 from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
-from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.engine.lr_schedule import LrSchedule
+from infinity.engine.optimizer import Optimizer
 from infinity.engine.persistence import Persistence
 from infinity.engine.results import StepResult
 from infinity.engine.update import Updater

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from infinity.config.optimizer import OptimizerSection
 from infinity.errors import ConfigError
 from infinity.optim.hyper import GroupHyper
-from infinity.optim.schedules import Schedule
 
 
 @dataclass(slots=True)
 class Optimizer:
     """Adam or AdamW over all trainable parameters. `param_groups` may be changed between steps, as in torch.optim.
 
-    But for `lr`, which every step sets from the schedule. The update itself is `engine.step()`.
+    But for `lr`, which every step sets from the schedule, and for `betas` where it cycles momentum. The update itself is
+    `engine.step()`.
     """
 
     param_groups: list[dict[str, object]]
@@ -26,23 +26,6 @@ class Optimizer:
     def hyper(self) -> tuple[GroupHyper, ...]:
         """Return a snapshot of every group's hyper-parameters. Raises ConfigError for what is none."""
         return tuple(_group_hyper(group, self.decoupled) for group in self.param_groups)
-
-
-@dataclass(slots=True)
-class LrSchedule:
-    """The learning rate as a function of the applied steps. Skipped steps do not advance it."""
-
-    schedule: Schedule
-    num_applied_steps: int = 0
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self.schedule(self.num_applied_steps)
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate in force, as torch's schedulers do."""
-        return [self.lr]
 
 
 def build_optimizer(section: OptimizerSection) -> Optimizer:

@@ -16,7 +16,8 @@ from infinity.checkpoint.sources import HostData
 from infinity.checkpoint.specs import BUFFER, WEIGHT, TensorSpec, tensor_name
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.engine.in_place import commit_in_place, require_adopted
-from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.engine.lr_schedule import LrSchedule
+from infinity.engine.optimizer import Optimizer
 from infinity.errors import SwapSpaceError
 from infinity.memory.arena import Buffer
 from infinity.optim.reference import join_master

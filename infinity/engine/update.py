@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from infinity.engine.optimizer import LrSchedule, Optimizer
+from infinity.engine.lr_schedule import LrSchedule
+from infinity.engine.optimizer import Optimizer
 from infinity.engine.results import UpdateResult
 from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
@@ -52,8 +53,7 @@ class Updater:
         Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
         """
         lr = self._lr_schedule.lr
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._lr_schedule.apply(self._optimizer.param_groups)
         hyper = self._optimizer.hyper()
         facts = self._gradients.take_facts()
         norm = global_norm(facts.sums_of_squares)
@@ -70,7 +70,7 @@ class Updater:
         self._stream.begin(UpdateStep(hyper, steps, coefficient, self._grad_dtype))
         self._weights.updates_are_due(sorted(steps))
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
-        self._lr_schedule.num_applied_steps += 1
+        self._lr_schedule.advance()
         self._weights.rewind()
         return UpdateResult(norm, coefficient, lr, skipped=False)
 

@@ -9,6 +9,7 @@ import torch
 from infinity.aio.select import Probe
 from infinity.byte_sizes import MIB, format_bytes
 from infinity.config.optimizer import OptimizerSection
+from infinity.config.scheduler import SchedulerSection
 from infinity.engine import Engine, initialize
 from infinity.memory.host_allocator import tune_host_allocator
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
@@ -106,6 +107,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         Row("model", f"{options.model}, {parameter_count(checked.gpt):,} parameters"),
         Row("precision", "bf16 with a split fp32 master" if checked.config.bf16.enabled else "fp32"),
         Row("optimizer", _optimizer_words(checked.config.optimizer)),
+        Row("lr schedule", _schedule_words(checked.config.scheduler)),
         Row("data", f"{format_bytes(checked.corpus.num_bytes)} in {len(checked.corpus.sources)} files: {data}"),
         Row(
             "step",
@@ -113,6 +115,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
             f"{checked.config.infinity.schedule}",
         ),
         Row("output", str(checked.output.directory)),
+        Row("configuration", _configuration_words(checked)),
         Row("memory free", f"{format_bytes(checked.host_limit.num_bytes)} ({checked.host_limit.source})"),
     ]
     rows.append(Row("adam", choose_kernel(num_threads=checked.config.infinity.adam_threads).words()))
@@ -133,6 +136,16 @@ def _optimizer_words(section: OptimizerSection) -> str:
     params = section.params
     decay = f"weight decay {params.weight_decay:g}{'' if section.decoupled else ' in the gradient'}"
     return f"{section.type}, lr {params.lr:g}, betas {params.betas[0]:g} {params.betas[1]:g}, eps {params.eps:g}, {decay}"
+
+
+def _schedule_words(section: SchedulerSection) -> str:
+    return ", ".join([section.type, *(f"{name} {value}" for name, value in section.values().items() if value is not None)])
+
+
+def _configuration_words(checked: Checked) -> str:
+    resolved = checked.config.resolved(world_size=1)
+    num_given = sum(map(checked.config.is_given, resolved))
+    return f"{num_given} of {len(resolved)} keys given; all, with their sources, in {checked.output.plan.name}"
 
 
 def _engine_words(found: Probe) -> str:

@@ -50,7 +50,8 @@ def _run(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summa
     output = checked.output
     with stop_request() as request, held(output), contextlib.closing(open_engine(checked, reporter)) as engine:
         position = _resume(checked, engine, reporter)
-        write_json(output.plan, engine.plan.to_json())
+        write_json(output.config, checked.config.effective())
+        write_json(output.plan, {**engine.plan.to_json(), "configuration": _configuration(checked)})
         with open_jsonl(output.metrics) as metrics:
             num_dropped = metrics.truncate_after(position.step)
             if num_dropped:
@@ -62,6 +63,11 @@ def _run(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summa
         if checked.options.trace is not None:
             _write_trace(checked.options.trace, engine.recorder, reporter)
     return summary
+
+
+def _configuration(checked: Checked) -> dict[str, object]:
+    """Return every key that counts with its value and where that comes from."""
+    return {path: sourced._asdict() for path, sourced in checked.config.resolved(world_size=1).items()}
 
 
 def _write_trace(path: Path, recorder: Recorder, reporter: Reporter) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import Config, Layer
+from infinity.config.scheduler import DEEPSPEED_TYPES, PARAMS_OF_TYPE
 from infinity.errors import ConfigError
 from infinity.models.presets import parameter_count, preset
 
@@ -55,18 +56,26 @@ def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_nativ
     """
     given = Config.from_layers(layers)
     chosen: dict[str, object] = {
-        "bf16.enabled": has_native_bf16,
+        "bf16.enabled": has_native_bf16 and not given.fp16.enabled,
         "optimizer.params.lr": _learning_rate(parameter_count(preset(model))),
         "optimizer.params.betas": [0.9, 0.95],
         "optimizer.params.weight_decay": 0.1,
-        "scheduler.type": "cosine",
-        "scheduler.params.warmup_num_steps": min(_WARMUP_STEPS, max(1, steps) // 4),
-        "scheduler.params.total_num_steps": max(1, steps),
+        **_schedule(given, max(1, steps)),
     }
     if given.train_batch_size is None:
         chosen["train_micro_batch_size_per_gpu"] = _MICRO_BATCH_SIZE
         chosen["gradient_accumulation_steps"] = _NUM_MICRO_BATCHES
-    return Config.from_layers((Layer(_CHOSEN, chosen), *layers))
+    return Config.from_layers(layers, Layer(_CHOSEN, chosen))
+
+
+def _schedule(given: Config, num_steps: int) -> dict[str, object]:
+    """Choose the schedule, or what the given one takes from the run; DeepSpeed's keep their warm-up unless it is auto."""
+    kind = given.scheduler.type if given.is_given("scheduler.type") else "cosine"
+    params: dict[str, object] = {"total_num_steps": num_steps}
+    if kind not in DEEPSPEED_TYPES or given.says_auto("scheduler.params.warmup_num_steps"):
+        params["warmup_num_steps"] = min(_WARMUP_STEPS, num_steps // 4)
+    taken = {f"scheduler.params.{name}": value for name, value in params.items() if name in PARAMS_OF_TYPE[kind]}
+    return {"scheduler.type": kind, **taken}
 
 
 def native_bf16(cpu_info: Path = _CPU_INFO, devices: Path = _DEVICES) -> bool:

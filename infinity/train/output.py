@@ -29,6 +29,10 @@ class Output:
         return self.directory / "plan.json"
 
     @property
+    def config(self) -> Path:
+        return self.directory / "config.json"
+
+    @property
     def metrics(self) -> Path:
         return self.directory / "metrics.jsonl"
 

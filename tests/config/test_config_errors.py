@@ -28,6 +28,10 @@ def problem(values: object) -> str:
         ({"optimizer": {"params": {"max_grad_norm": 1}}}, "did you mean gradient_clipping?"),
         ({"zero_optimization": {"stage3_prefetch_bucket_sise": 1}}, "did you mean stage3_prefetch_bucket_size?"),
         ({"optimizer.params.lr.x": 1}, "optimizer.params.lr.x: unknown key; optimizer.params.lr has a value and no keys."),
+        (
+            {"tensorboard": {"enabled": True, "output_pth": "x"}},
+            "tensorboard.output_pth: unknown key; did you mean output_path?",
+        ),
         ({"zzz": 1}, "zzz: unknown key; the top level has"),
     ],
 )
@@ -58,7 +62,6 @@ def test_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas.1: 1.0 should be less than 1"),
         ({"optimizer": {"type": "Lion"}}, "Lion is not supported in this release; write Adam or AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, "type AdamW contradicts adam_w_mode false"),
-        ({"scheduler": {"type": "WarmupCosineLR"}}, "nearest is cosine"),
         (
             {"scheduler": {"params": {"warmup_num_steps": 9, "total_num_steps": 3}}},
             "warmup_num_steps 9 is more than total_num_steps 3",
@@ -101,6 +104,11 @@ def test_unknown_key_is_an_error_in_every_section(section: str) -> None:
             "sub_group_size: True should be of type int or float",
         ),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bf16.enabled: given twice"),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 2}},
+            "zero_optimization.prefetch_bucket_size: given twice, by two of its names, as 1 and as 2",
+        ),
+        ({"bf16": {"enabled": True}, "train_batch_size": 1, "amp": {"enabled": 1}}, "amp: is not supported"),
         (3, "int is no configuration"),
     ],
 )

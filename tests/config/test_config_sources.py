@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -47,6 +48,44 @@ def test_auto_takes_a_weaker_source_away_and_leaves_the_default() -> None:
     assert config.sources()["gradient_clipping"].source == "default (config says auto)"
     flagged = Config.from_layers([Layer("ds.json", {"seed": "auto"}), flag_layer("--seed", "seed", 9)])
     assert flagged.sources()["seed"] == SourcedValue(9, "--seed")
+
+
+def test_what_the_program_chooses_fills_in_what_is_open_or_auto() -> None:
+    """Chosen values yield to every layer, take the place of auto, and say who asked for it."""
+    chosen = Layer("chosen", {"optimizer.params.lr": 0.5, "seed": 7, "gradient_clipping": 2.0})
+    config = Config.from_layers([Layer("ds.json", {"seed": "auto", "gradient_clipping": 3.0})], chosen)
+    sources = config.sources()
+    assert sources["optimizer.params.lr"] == SourcedValue(0.5, "chosen")
+    assert sources["seed"] == SourcedValue(7, "chosen (ds.json says auto)")
+    assert sources["gradient_clipping"] == SourcedValue(3.0, "ds.json")
+    assert [config.is_given(key) for key in ("seed", "gradient_clipping")] == [False, True]
+    assert [config.says_auto(key) for key in ("seed", "gradient_clipping")] == [True, False]
+
+
+def test_resolved_shows_the_batch_arithmetic_and_the_schedulers_own_keys() -> None:
+    """The missing members of the triple are there with their product; parameters of other schedulers are not."""
+    resolved = Config.from_any(
+        {
+            "train_batch_size": 24,
+            "gradient_accumulation_steps": "auto",
+            "train_micro_batch_size_per_gpu": 2,
+            "scheduler": {"type": "WarmupLR"},
+        }
+    ).resolved(3)
+    assert resolved["gradient_accumulation_steps"] == SourcedValue(4, "24 = 2 x 4 x 3 ranks")
+    assert resolved["train_batch_size"] == SourcedValue(24, "config")
+    params = {path.rpartition(".")[2] for path in resolved if path.startswith("scheduler.params.")}
+    assert params == {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"}
+
+
+def test_base64_is_read_as_json() -> None:
+    """A configuration may come as base64 of its JSON; duplicate keys are refused there, too."""
+    text = json.dumps({"seed": 5, "bf16": {"enabled": True}})
+    config = Config.from_any(base64.b64encode(text.encode()).decode())
+    assert (config.seed, config.bf16.enabled) == (5, True)
+    assert config.sources()["seed"].source == "the base64 configuration"
+    with pytest.raises(ConfigError, match="the base64 configuration: 'seed' is given twice, as 1 and as 2"):
+        Config.from_any(base64.b64encode(b'{"seed": 1, "seed": 2}').decode())
 
 
 @pytest.mark.parametrize(

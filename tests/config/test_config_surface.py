@@ -9,7 +9,8 @@ import pytest
 
 from infinity.config import Config
 from infinity.config.config import SCHEMA
-from infinity.config.deepspeed_keys import ALIASES, KNOWN, SWITCHED_SECTIONS
+from infinity.config.deepspeed_keys import ALIASES, INNER_KEYS, KNOWN, SWITCHED_SECTIONS
+from infinity.config.scheduler import PARAMS_OF_TYPE
 
 # Every key with an effect, and a value that is not its default.
 FIELDS: dict[str, object] = {
@@ -29,6 +30,26 @@ FIELDS: dict[str, object] = {
     "scheduler.params.warmup_num_steps": 10,
     "scheduler.params.total_num_steps": 100,
     "scheduler.params.min_ratio": 0.1,
+    "scheduler.params.warmup_min_lr": 0.1,
+    "scheduler.params.warmup_max_lr": 0.2,
+    "scheduler.params.warmup_type": "linear",
+    "scheduler.params.warmup_min_ratio": 0.1,
+    "scheduler.params.cos_min_ratio": 0.2,
+    "scheduler.params.cycle_min_lr": 0.01,
+    "scheduler.params.cycle_max_lr": 0.02,
+    "scheduler.params.decay_lr_rate": 0.5,
+    "scheduler.params.cycle_first_step_size": 10,
+    "scheduler.params.cycle_second_step_size": 20,
+    "scheduler.params.cycle_first_stair_count": 2,
+    "scheduler.params.cycle_second_stair_count": 3,
+    "scheduler.params.decay_step_size": 4,
+    "scheduler.params.cycle_momentum": False,
+    "scheduler.params.cycle_min_mom": 0.7,
+    "scheduler.params.cycle_max_mom": 0.95,
+    "scheduler.params.lr_range_test_min_lr": 0.1,
+    "scheduler.params.lr_range_test_step_size": 10,
+    "scheduler.params.lr_range_test_step_rate": 2.0,
+    "scheduler.params.lr_range_test_staircase": True,
     "bf16.enabled": True,
     "fp16.enabled": True,
     "fp16.loss_scale": 128.0,
@@ -75,6 +96,7 @@ dataloader_drop_last disable_allgather dump_state flops_profiler fp16.auto_cast 
 gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
 managed_gradient_accumulation memory_breakdown optimizer.legacy_fusion optimizer.params.amsgrad
 optimizer.params.bias_correction optimizer.params.fp32_optimizer_states optimizer.params.torch_adam prescale_gradients
+scheduler.params.decay_mom_rate scheduler.params.last_batch_iteration
 seq_parallel_communication_data_type sequence_parallel_size sparse_gradients tensorboard timers
 use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
 zero_force_ds_cpu_optimizer zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions
@@ -102,10 +124,19 @@ zero_optimization.zeropp_loco_param
 """
 KNOWN_WITHOUT_EFFECT = _KNOWN_WITHOUT_EFFECT.split()
 
+CYCLE = {"scheduler.type": "OneCycle", "scheduler.params.cycle_min_lr": 0.015, "scheduler.params.cycle_max_lr": 0.015}
+COSINE = {"scheduler.type": "WarmupCosineLR"}
 # What a key needs beside it to be legal.
 COMPANIONS: dict[str, dict[str, object]] = {
     "optimizer.params.adam_w_mode": {"optimizer.type": "Adam"},
     "scheduler.params.warmup_num_steps": {"scheduler.params.total_num_steps": 100},
+    **{
+        f"scheduler.params.{name}": {"scheduler.type": "WarmupLR"}
+        for name in ("warmup_min_lr", "warmup_max_lr", "warmup_type")
+    },
+    **{f"scheduler.params.{name}": COSINE for name in ("warmup_min_ratio", "cos_min_ratio")},
+    **{path: CYCLE for path in FIELDS if path.split(".")[-1] in PARAMS_OF_TYPE["OneCycle"]},
+    **{path: {"scheduler.type": "LRRangeTest"} for path in FIELDS if "lr_range_test" in path},
     "zero_optimization.offload_optimizer.device": {"infinity.nvme": ["/mnt/ssd"]},
 }
 
@@ -120,13 +151,14 @@ def test_known_keys_without_an_effect_are_frozen() -> None:
     assert set(KNOWN_WITHOUT_EFFECT) == set(KNOWN)
     assert not set(KNOWN) & SCHEMA.fields
     assert set(ALIASES.values()) <= set(KNOWN) | SCHEMA.fields | SCHEMA.sections
+    assert set(INNER_KEYS) == {path for path, known in KNOWN.items() if known.kind is dict}
     assert not set(SWITCHED_SECTIONS) & (set(KNOWN) | SCHEMA.sections)
 
 
 @pytest.mark.parametrize("key", sorted(set(FIELDS) - {"fp16.enabled"}))
 def test_every_key_takes_a_value_and_keeps_it(key: str) -> None:
     """A value other than the default is kept, differs from the default, and is read back from what is saved."""
-    config = Config.from_any({key: FIELDS[key], **COMPANIONS.get(key, {})})
+    config = Config.from_any({**COMPANIONS.get(key, {}), key: FIELDS[key]})
     sourced = config.sources()[key]
     assert sourced.value == FIELDS[key] != Config.from_any(None).sources()[key].value
     assert sourced.source == "config"
@@ -138,7 +170,7 @@ def test_every_known_key_is_noted_or_refused(key: str) -> None:
     """A key without an effect leaves a note that names it, with the value that is accepted."""
     known = KNOWN[key]
     kinds = known.kind if isinstance(known.kind, tuple) else (known.kind,)
-    value = known.accepted[0] if known.accepted else {bool: True, int: 1, float: 1.0, str: "fp32", dict: {"a": 1}}[kinds[0]]
+    value = known.accepted[0] if known.accepted else {bool: True, int: 1, float: 1.0, str: "fp32", dict: {}}[kinds[0]]
     assert [note for note in Config.from_any({key: value}).notes() if note.startswith(f"{key}: ")]
 
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from training_fakes import FakeEngine, Remembering, fake_options, opener
 
-from infinity.config import Layer
+from infinity.config import Config, Layer
 from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError, StorageError
 from infinity.models.presets import parameter_count, preset
 from infinity.telemetry.jsonl import read_jsonl
@@ -66,8 +66,19 @@ def test_a_run_leaves_plan_metrics_and_summary(tmp_path: Path, data: Path) -> No
     assert (written["nvme_read_bytes"], written["nvme_write_bytes"]) == (600, 300)
     assert written["final_loss"] == records[-1]["loss"]
     assert {"infinity", "torch", "python"} <= set(written["versions"])
-    assert json.loads((output / "plan.json").read_text()) == {"fake": True}
-    assert {path.name for path in output.iterdir()} == {"plan.json", "metrics.jsonl", "summary.json", "run.lock"}
+    plan = json.loads((output / "plan.json").read_text())
+    assert plan.keys() == {"fake", "configuration"}
+    assert plan["configuration"]["train_micro_batch_size_per_gpu"]["value"] == 2
+    assert plan["configuration"]["zero_optimization.stage"] == {"value": None, "source": "default"}
+    saved = Config.from_any(output / "config.json")
+    assert saved.effective() == json.loads((output / "config.json").read_text())
+    assert {path.name for path in output.iterdir()} == {
+        "config.json",
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "run.lock",
+    }
     assert engine.closed
     assert summary.exit_code == 0
 
