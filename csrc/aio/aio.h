@@ -62,7 +62,9 @@ int aio_wait(aio_engine *engine, aio_request *requests, uint32_t count, uint32_t
 uint32_t aio_next_failure(const aio_request *requests, uint32_t count, uint32_t from);
 
 /* Registered files and memory make the requests on them cheaper. A ticket is never given out twice, and a request with one
- * that is no longer valid fails with EBADF. Memory counts where a piece lies in one range; ranges are cut at 1 GiB. */
+ * that is no longer valid fails with EBADF. Memory counts where a piece lies in one range; ranges are cut at 1 GiB.
+ * It is known by address and length: unregistering takes what was registered by that pair, however many calls named it, and
+ * nothing else that lies there. */
 int aio_register_file(aio_engine *engine, int32_t fd, int32_t *ticket);
 int aio_unregister_file(aio_engine *engine, int32_t ticket); /* -EBUSY: requests on it are not over */
 int aio_register_memory(aio_engine *engine, uint64_t address, uint64_t num_bytes); /* all of it or, on error, none */

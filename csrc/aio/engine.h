@@ -30,9 +30,10 @@ typedef struct {
     bool used;
 } registered_file;
 
-/* `end` is 0 where the place is free. */
+/* A part of what one call has registered, which is known by its pair of addresses. `end` is 0 where the place is free. */
 typedef struct {
     uint64_t begin, end;
+    uint64_t call_begin, call_end;
 } registered_range;
 
 /* The ring's tables of files and memory; each exists at the kernel from the first registration on. */

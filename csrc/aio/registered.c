@@ -92,7 +92,7 @@ static int update_range(aio_engine *engine, uint32_t place, uint64_t begin, uint
     return code_of(io_uring_register_buffers_update_tag(&engine->ring, place, &memory, NULL, 1));
 }
 
-static int add_range(aio_engine *engine, uint64_t begin, uint64_t end)
+static int add_range(aio_engine *engine, registered_range range)
 {
     registered_tables *tables = &engine->registered;
     uint32_t place = 0;
@@ -100,23 +100,35 @@ static int add_range(aio_engine *engine, uint64_t begin, uint64_t end)
         place++;
     if (place == AIO_MAX_RANGES)
         return -ENOSPC;
-    int code = update_range(engine, place, begin, end);
+    int code = update_range(engine, place, range.begin, range.end);
     if (code)
         return code;
-    tables->ranges[place] = (registered_range){begin, end};
+    tables->ranges[place] = range;
     if (place == tables->num_ranges)
         tables->num_ranges++;
     return 0;
 }
 
-/* Frees every range that lies in these bytes. */
+static bool is_of_call(const registered_range *range, uint64_t begin, uint64_t end)
+{
+    return range->end && range->call_begin == begin && range->call_end == end;
+}
+
+static bool has_ranges_of(const registered_tables *tables, uint64_t begin, uint64_t end)
+{
+    for (uint32_t place = 0; place < tables->num_ranges; place++)
+        if (is_of_call(&tables->ranges[place], begin, end))
+            return true;
+    return false;
+}
+
+/* Frees what a call with this pair has registered, and nothing else that lies there. */
 static void remove_ranges(aio_engine *engine, uint64_t begin, uint64_t end)
 {
     registered_tables *tables = &engine->registered;
     for (uint32_t place = 0; place < tables->num_ranges; place++) {
-        registered_range *range = &tables->ranges[place];
-        if (range->end && begin <= range->begin && range->end <= end) {
-            *range = (registered_range){0, 0};
+        if (is_of_call(&tables->ranges[place], begin, end)) {
+            tables->ranges[place] = (registered_range){0};
             update_range(engine, place, 0, 0); /* cannot fail for a reason that leaves anything to do */
         }
     }
@@ -127,9 +139,13 @@ int run_register_memory(aio_engine *engine, command *command)
     uint64_t begin = command->address, end = begin + command->num_bytes;
     if (!begin || end <= begin)
         return -EINVAL;
+    if (has_ranges_of(&engine->registered, begin, end))
+        return 0; /* registered already, by the same pair */
     int code = make_range_table(engine);
-    for (uint64_t at = begin; at < end && !code; at += MAX_RANGE_BYTES)
-        code = add_range(engine, at, end - at < MAX_RANGE_BYTES ? end : at + MAX_RANGE_BYTES);
+    for (uint64_t at = begin; at < end && !code; at += MAX_RANGE_BYTES) {
+        uint64_t part_end = end - at < MAX_RANGE_BYTES ? end : at + MAX_RANGE_BYTES;
+        code = add_range(engine, (registered_range){at, part_end, begin, end});
+    }
     if (code)
         remove_ranges(engine, begin, end);
     return code;

@@ -214,6 +214,45 @@ static void test_memory_is_registered(const char *directory)
     close(fd);
 }
 
+/* Whether a page is registered: then a read still fills the page that was there when it was, and not the new one. */
+static bool is_registered(aio_engine *engine, int fd, char *page)
+{
+    CHECK(mmap(page, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page);
+    aio_request one = request(fd, AIO_NO_TICKET, false, 0, page, PAGE);
+    CHECK(aio_submit(engine, &one, 1) == 0);
+    CHECK(wait_for_all(engine, &one, 1) == 0);
+    return page[0] != 5;
+}
+
+/* Memory belongs to the pair that registered it: a larger range that comes, goes or is refused leaves a smaller one inside. */
+static void test_ranges_are_known_by_their_pair(const char *directory)
+{
+    aio_engine *engine = open_engine(2, PAGE);
+    int fd = open_file(directory, "pairs");
+    char *memory = allocate(4 * PAGE), *inner = memory + PAGE;
+    uint64_t address = (uint64_t)(uintptr_t)memory, inner_address = address + PAGE;
+    memset(memory, 5, PAGE);
+    aio_request first = request(fd, AIO_NO_TICKET, true, 0, memory, PAGE);
+    CHECK(aio_submit(engine, &first, 1) == 0);
+    CHECK(wait_for_all(engine, &first, 1) == 0);
+    CHECK(aio_register_memory(engine, inner_address, PAGE) == 0);
+    CHECK(aio_register_memory(engine, address, 4 * PAGE) == 0);
+    CHECK(is_registered(engine, fd, memory + 2 * PAGE));
+    CHECK(aio_unregister_memory(engine, address, 4 * PAGE) == 0);
+    CHECK(!is_registered(engine, fd, memory + 2 * PAGE));
+    CHECK(is_registered(engine, fd, inner));
+    munmap(memory + 3 * PAGE, PAGE);
+    CHECK(aio_register_memory(engine, address, 4 * PAGE) == -EFAULT);
+    CHECK(aio_unregister_memory(engine, address, 4 * PAGE) == 0);
+    CHECK(is_registered(engine, fd, inner));
+    CHECK(aio_register_memory(engine, inner_address, PAGE) == 0); /* again */
+    CHECK(aio_unregister_memory(engine, inner_address, PAGE) == 0);
+    CHECK(!is_registered(engine, fd, inner));
+    close_engine(engine);
+    munmap(memory, 3 * PAGE);
+    close(fd);
+}
+
 /* Closed while threads submit: what was taken is done or cancelled, the rest is refused. */
 
 static void *submit_until_refused(void *argument)
@@ -326,6 +365,7 @@ int main(int argc, char **argv)
         test_close_in_flight(argv[1]);
     }
     test_memory_is_registered(argv[1]);
+    test_ranges_are_known_by_their_pair(argv[1]);
     test_a_dying_ring(argv[1]);
     test_a_hundred_engines(argv[1]);
     return 0;
