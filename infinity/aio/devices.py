@@ -40,14 +40,16 @@ class DeviceEngine:
     def register(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
         """See Engine.register: files with the engine of their device, memory with every engine."""
         for engine in self._engines:
-            engine.register(files=[file for file in files if self._engine_of(file) is engine], memory=memory)
-        self._files.update(files)
+            its_files = self._files_of(engine, files)
+            engine.register(files=its_files, memory=memory)
+            self._files.update(its_files)
 
     def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
-        """See Engine.unregister."""
-        self._files.difference_update(files)
+        """See Engine.unregister. Where an engine refuses, its files and those of the engines after it stay registered."""
         for engine in self._engines:
-            engine.unregister(files=[file for file in files if self._engine_of(file) is engine], memory=memory)
+            its_files = self._files_of(engine, files)
+            engine.unregister(files=its_files, memory=memory)
+            self._files.difference_update(its_files)
 
     def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """See Engine.submit."""
@@ -71,6 +73,9 @@ class DeviceEngine:
         with ExitStack() as closing:
             for engine in self._engines:
                 closing.callback(engine.close)
+
+    def _files_of(self, engine: Engine, files: Sequence[DirectFile]) -> list[DirectFile]:
+        return [file for file in files if self._engine_of(file) is engine]
 
     def _engine_of(self, file: DirectFile) -> Engine:
         return self._by_device.get(file.device, self._engines[0])

@@ -119,6 +119,28 @@ def test_registration_and_facts_are_those_of_all(files: list[DirectFile]) -> Non
     assert first.registered == second.registered == []
 
 
+def test_a_refused_unregister_forgets_nothing(files: list[DirectFile]) -> None:
+    """What an engine did not let go of is registered still, and the facts say so; a second try takes it back."""
+
+    class Busy(Recording):
+        is_busy = True
+
+        def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
+            if self.is_busy:
+                raise IllegalTransition("requests are in flight")
+            super().unregister(files=files, memory=memory)
+
+    free, busy = Recording(EngineFacts(False, True, ())), Busy()  # the facts of `free` once it has let go of its file
+    engine = DeviceEngine({1: free, 2: busy}, ())
+    engine.register(files=files[:2])
+    with pytest.raises(IllegalTransition, match="in flight"):
+        engine.unregister(files=files[:2])
+    assert engine.facts.registered_files
+    busy.is_busy = False
+    engine.unregister(files=[files[1]])
+    assert not engine.facts.registered_files
+
+
 def test_every_engine_is_closed_although_one_reports_a_failure() -> None:
     """The failure is raised, once all are closed; an engine that serves two devices is closed once."""
     broken, whole = Recording(fails_to_close=True), Recording()
