@@ -8,9 +8,20 @@ import shutil
 import sys
 from pathlib import Path
 
+from infinity.aio.mounts import mount_of, read_mounts
+
+# As the table of mounts names them.
+NETWORK_FILE_SYSTEMS = frozenset(
+    (
+        "nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "lustre",
+        "beegfs", "gpfs", "afs", "fuse.s3fs", "fuse.gcsfuse",
+    )
+)  # fmt: skip
+
 # statfs(2) of Linux: f_type is the first field, a long; the rest of the structure fits 256 bytes everywhere.
 _MEMORY_MAGICS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
-_NETWORK_MAGICS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x00C36400: "Ceph", 0x0BD00BD0: "Lustre"}
+# For a Linux without /proc: the same names, as far as the number tells them.
+_NETWORK_MAGICS = {0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb3", 0x00C36400: "ceph", 0x0BD00BD0: "lustre"}
 _STATFS_BYTES = 256
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -23,7 +34,11 @@ def memory_filesystem(path: Path) -> str | None:
 
 def network_filesystem(path: Path) -> str | None:
     """Return the name of the file system of an existing path where its files are on another machine, otherwise None."""
-    return _NETWORK_MAGICS.get(_magic(path))
+    mounts = read_mounts()
+    if not mounts:
+        return _NETWORK_MAGICS.get(_magic(path))
+    mount = mount_of(path.resolve(), mounts)
+    return mount.file_system if mount and mount.file_system in NETWORK_FILE_SYSTEMS else None
 
 
 def _magic(path: Path) -> int:

@@ -6,6 +6,7 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.aio.filesystems import NETWORK_FILE_SYSTEMS
 from infinity.aio.mounts import Mount, mount_of, read_mounts
 from infinity.byte_sizes import GIB, format_bytes
 from infinity.doctor.answers import DirectoryAnswer, read_directory_answer
@@ -20,10 +21,6 @@ ENOUGH_BYTES = 16 * GIB
 ENOUGH_INODES = 1000  # a checkpoint in whole files takes some hundreds
 _STATE_BYTES = 12  # of a bf16 parameter with everything on NVMe
 
-_NETWORK = (
-    "nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "lustre", "beegfs",
-    "gpfs", "afs", "fuse.s3fs", "fuse.gcsfuse",
-)  # fmt: skip
 _LAYERS = ("overlay", "aufs")
 _TRIM_TIMERS = (
     "etc/systemd/system/timers.target.wants/fstrim.timer",
@@ -82,7 +79,7 @@ def check_file_system(place: Place) -> Verdict:
     remedy = allow(Setting.DISK, place.machine.surroundings)
     if place.directory.is_memory:
         return note(f"{kind} is memory and no disk: what is stored there takes RAM", needed=needed, remedy=remedy)
-    if kind in _NETWORK:
+    if kind in NETWORK_FILE_SYSTEMS:
         return note(f"{found}: a network mount, each byte crosses the network", needed=needed, remedy=remedy)
     if kind == "btrfs":
         return note(

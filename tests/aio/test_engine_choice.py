@@ -12,7 +12,8 @@ from aio_cases import run_python
 from test_direct_files import SHM, refuse_transfers
 
 from infinity.aio import filesystems, select, uring
-from infinity.aio.filesystems import memory_filesystem
+from infinity.aio.filesystems import memory_filesystem, network_filesystem
+from infinity.aio.mounts import Mount
 from infinity.aio.select import open_engine, probe
 from infinity.errors import ConfigError, PlatformError, StorageError
 
@@ -136,11 +137,24 @@ def test_the_buffered_engine_says_what_it_costs(tmp_path: Path) -> None:
         assert "through the page cache" in note
 
 
-@pytest.mark.parametrize(("magic", "name"), [(0x6969, "NFS"), (0xFE534D42, "SMB")])
-def test_a_network_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, magic: int, name: str) -> None:
-    """C28: a directory on another machine works, and the probe says what it is."""
-    monkeypatch.setattr(filesystems, "_magic", lambda _: magic)
+@pytest.mark.parametrize("name", ["nfs4", "virtiofs", "fuse.sshfs"])
+def test_a_network_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """C28: a directory on another machine works, and the probe says what it is, whatever number its file system has."""
+    mounts = (Mount(Path("/"), "8:1", "ext4", "/dev/sda1", frozenset()), Mount(tmp_path, "0:41", name, "a:/b", frozenset()))
+    monkeypatch.setattr(filesystems, "read_mounts", lambda: mounts)
     assert [note for note in probe(tmp_path).notes if f"is a network mount ({name})" in note]
+    assert network_filesystem(tmp_path.parent) is None
+
+
+@pytest.mark.parametrize(("magic", "name"), [(0x6969, "nfs"), (0xFE534D42, "smb3"), (0xEF53, None)])
+def test_a_network_mount_without_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, magic: int, name: str | None
+) -> None:
+    """C28: where there is no table of mounts the number of the file system tells the usual ones, by the same names."""
+    monkeypatch.setattr(filesystems, "read_mounts", lambda: ())
+    monkeypatch.setattr(filesystems, "_magic", lambda _: magic)
+    assert network_filesystem(tmp_path) == name
+    assert set(filesystems._NETWORK_MAGICS.values()) <= filesystems.NETWORK_FILE_SYSTEMS
 
 
 def test_a_ring_that_opens_and_then_fails(no_ring: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
