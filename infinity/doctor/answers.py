@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from infinity.byte_sizes import MIB
 from infinity.doctor.trials import Refusal
+
+IO_BUFFER_BYTES = 64 * MIB  # about what a small run reads and writes through, and would have io_uring register
 
 
 @dataclass(frozen=True, slots=True)

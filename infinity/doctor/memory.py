@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from infinity.byte_sizes import GIB, KIB, MIB, format_bytes
+from infinity.doctor.answers import IO_BUFFER_BYTES
 from infinity.doctor.machine import Machine
 from infinity.doctor.remedies import Setting, allow, on_the_host
 from infinity.doctor.verdict import Verdict, fails, note, ok
@@ -15,7 +16,6 @@ LEAST_BYTES = (
     384 * MIB
 )  # what Python and torch take before any model exists, measured as memory.base does, and a little more
 ENOUGH_BYTES = 2 * GIB
-LOCKED_BYTES = 64 * MIB  # the buffers of a small run
 SHARED_BYTES = GIB
 LEAST_FILES, ENOUGH_FILES = 64, 1024
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
@@ -64,13 +64,13 @@ def check_shared_memory(machine: Machine) -> Verdict:
 
 def check_locked_memory(machine: Machine) -> Verdict:
     """How much memory this process may lock: the buffers that io_uring registers count."""
-    needed = f"{format_bytes(LOCKED_BYTES)} or more to register the buffers of a small run; best is unlimited"
+    needed = f"{format_bytes(IO_BUFFER_BYTES)} or more to register the buffers of a small run; best is unlimited"
     limit = machine.limits.locked_bytes
     if limit is None:
         return ok("unlimited", needed=needed)
     if machine.may_lock_memory:
         return ok(f"{format_bytes(limit)}, which does not bind this process (CAP_IPC_LOCK)", needed=needed)
-    if limit >= LOCKED_BYTES:
+    if limit >= IO_BUFFER_BYTES:
         return ok(format_bytes(limit), needed=needed)
     return note(
         f"{format_bytes(limit)}: larger buffers stay unregistered, which costs CPU time", needed=needed,

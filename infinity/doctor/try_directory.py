@@ -18,13 +18,10 @@ from infinity.aio.engine import EngineFacts, MemoryRange
 from infinity.aio.files import open_direct
 from infinity.aio.request import address_of
 from infinity.aio.select import open_engine, probe
-from infinity.byte_sizes import MIB
-from infinity.doctor.answers import DirectoryAnswer, EngineAnswer
+from infinity.doctor.answers import IO_BUFFER_BYTES, DirectoryAnswer, EngineAnswer
 from infinity.doctor.trials import Refusal, give_answer, refusal_of
 from infinity.errors import PlatformError, StorageError
 from infinity.store.checks import check_directory
-
-BUFFER_BYTES = 64 * MIB  # about what a small run keeps in buffers
 
 
 def examine(directory: Path) -> DirectoryAnswer:
@@ -52,7 +49,7 @@ def _try_io(directory: Path) -> EngineAnswer:
         uring_refusal=None if found.engine == "uring" else _uring_refusal(directory),
         registered_files=registered.registered_files,
         registered_buffers=registered.registered_buffers,
-        buffer_bytes=BUFFER_BYTES,
+        buffer_bytes=IO_BUFFER_BYTES,
         registration_notes=registered.notes,
     )
 
@@ -71,10 +68,10 @@ def _register(kind: str, directory: Path) -> EngineFacts:
         name = resources.enter_context(tempfile.NamedTemporaryFile(prefix=".infinity-doctor-", dir=directory)).name
         file = open_direct(name, create=False)
         resources.callback(file.close)
-        memory = resources.enter_context(mmap.mmap(-1, BUFFER_BYTES))
+        memory = resources.enter_context(mmap.mmap(-1, IO_BUFFER_BYTES))
         engine = open_engine(kind)
         resources.callback(engine.close)
-        engine.register(files=[file], memory=[MemoryRange(address_of(memory), BUFFER_BYTES)])
+        engine.register(files=[file], memory=[MemoryRange(address_of(memory), IO_BUFFER_BYTES)])
         return engine.facts
 
 
