@@ -7,7 +7,6 @@ import ctypes
 import errno
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -17,6 +16,7 @@ from infinity.aio.outstanding import Outstanding
 from infinity.aio.pieces import Piece, PieceHandle, PieceQueue, Step, require_sizes
 from infinity.aio.reopened import Reopened
 from infinity.aio.request import Op, Request
+from infinity.aio.workers import Workers
 from infinity.errors import IllegalTransition, PlatformError
 from infinity.handles import Promise
 from infinity.states import Lifecycle
@@ -29,15 +29,13 @@ class BufferedEngine:
     """Moves up to `queue_depth` pieces at a time (32 at most) through the page cache, and lets that forget them afterwards.
 
     One thread runs the event loop, and everything below "on the loop" is its alone; aiofiles makes the system calls in the
-    executor's threads.
+    threads of `executor`.
     """
 
     name = "buffered"
     facts = UNREGISTERED
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, num_at_once: int, pieces: PieceQueue
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Workers, num_at_once: int, pieces: PieceQueue) -> None:
         self._loop = loop
         self._executor = executor
         self._num_at_once = num_at_once
@@ -187,9 +185,9 @@ def open_buffered(*, queue_depth: int, block_bytes: int, faults: Mapping[int, in
     num_at_once = min(queue_depth, _MAX_THREADS)
     with ExitStack() as undo:
         try:
-            executor = ThreadPoolExecutor(num_at_once, thread_name_prefix="infinity-aio")
+            executor = Workers(num_at_once)
             undo.callback(executor.shutdown)
-            _start_all(executor, num_at_once)
+            executor.start()
             loop = asyncio.new_event_loop()
             undo.callback(loop.close)
             engine = BufferedEngine(loop, executor, num_at_once, PieceQueue(block_bytes, faults or {}))
@@ -201,15 +199,3 @@ def open_buffered(*, queue_depth: int, block_bytes: int, faults: Mapping[int, in
             ) from error
         undo.pop_all()
     return engine
-
-
-def _start_all(executor: ThreadPoolExecutor, num_threads: int) -> None:
-    """Start every thread now: one that cannot be had later would leave a piece that has an end to be in two minds about."""
-    together = threading.Barrier(num_threads)
-    try:
-        started = [executor.submit(together.wait) for _ in range(num_threads)]
-    except RuntimeError:
-        together.abort()
-        raise
-    for future in started:
-        future.result()

@@ -1,4 +1,4 @@
-"""What only the buffered engine has: several open files on one file, an event loop, threads that it starts at once."""
+"""What only the buffered engine has: several open files on one file, an event loop, threads that come with the work."""
 
 from __future__ import annotations
 
@@ -114,12 +114,10 @@ def test_no_page_cache_stays_behind(open_file: Callable[..., DirectFile]) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize("num_threads", [0, 3, 8])
-def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
-    """C27: where a thread is refused the engine is refused with a remedy, and those that did start end."""
-    gc.collect()
-    before, descriptors, start = threading.active_count(), num_descriptors(), threading.Thread.start
+def start_only(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> list[threading.Thread]:
+    """Refuse every thread after the first so many; return those that were started."""
     started: list[threading.Thread] = []
+    start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if len(started) == num_threads:
@@ -128,6 +126,15 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, num_thr
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    return started
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_an_engine_without_its_threads(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    """C27: where the loop's thread or the first one for calls is refused the engine is refused, and what did start ends."""
+    gc.collect()
+    before, descriptors = threading.active_count(), num_descriptors()
+    started = start_only(monkeypatch, num_threads)
     with pytest.raises(PlatformError, match=r"can't start new thread.*ulimit -u"):
         open_buffered(queue_depth=8, block_bytes=PAGE)
     assert len(started) == num_threads
@@ -135,6 +142,38 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, num_thr
         thread.join(timeout=20)
     assert threading.active_count() <= before
     assert num_descriptors() <= descriptors
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_threads_that_cannot_be_had_later(file: DirectFile, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    """C27: where the system gives no more threads in the middle, the pieces share those that there are, and all arrive."""
+    started = start_only(monkeypatch, num_threads)
+    engine, memory = open_buffered(queue_depth=8, block_bytes=PAGE), Memory(64 * PAGE)
+    data = memory.fill()
+    AllOf(engine.submit([memory.write(file, i * PAGE, start=i * PAGE, length=PAGE) for i in range(64)])).wait()
+    assert len(started) == num_threads
+    engine.close()
+    assert file.path.read_bytes() == data
+
+
+def test_threads_come_with_the_work_and_no_more_than_that(file: DirectFile) -> None:
+    """C27: a hundred idle engines of the greatest depth have two threads each; at work there are 32 and the loop's."""
+    gc.collect()
+    before = threading.active_count()
+    engines = [open_buffered(queue_depth=4096, block_bytes=PAGE) for _ in range(100)]
+    assert threading.active_count() == before + 200
+    for engine in engines[1:]:
+        engine.close()
+    memory = Memory(256 * PAGE)
+    AllOf(engines[0].submit([memory.write(file, i * PAGE, start=i * PAGE, length=PAGE) for i in range(256)])).wait()
+    assert before + 2 <= threading.active_count() <= before + 33
+    one_by_one = open_buffered(queue_depth=4096, block_bytes=PAGE)
+    engines[0].close()
+    for turn in range(20):
+        one_by_one.submit([memory.write(file, turn * PAGE, start=0, length=PAGE)])[0].wait()
+    assert threading.active_count() == before + 2  # one call at a time needs one thread
+    one_by_one.close()
+    assert threading.active_count() == before
 
 
 def test_no_descriptors_for_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
