@@ -57,7 +57,7 @@ def stop_request() -> Iterator[StopRequest]:
     """Handle both signals inside the block, which may be inside another one.
 
     Outside the main thread Python allows no handlers, so none are set. Raises Stopped at the end of the block where it was
-    lost inside.
+    lost inside: swallowed, or replaced by an error of something that was closed because of it.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -66,7 +66,7 @@ def stop_request() -> Iterator[StopRequest]:
     before = {number: signal.signal(number, request.handle) for number in _SIGNALS}
     try:
         yield request
-        request.raise_again()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        request.raise_again()

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from infinity.errors import StorageError
 from infinity.train.stopping import Stopped, stop_request
 
 
@@ -18,6 +19,23 @@ def test_a_lost_stop_is_raised_again(number: signal.Signals) -> None:
         _lose_a_stop(number)
     assert caught.value.exit_code == 128 + number
     assert signal.getsignal(number) == before
+
+
+def test_a_stop_wins_over_what_fails_because_of_it() -> None:
+    """Whatever closing raises after a stop (a write that was cancelled on its way), the run was stopped, and says so."""
+    with pytest.raises(Stopped) as caught:
+        _fail_after_a_stop()
+    assert caught.value.exit_code == 143
+    with pytest.raises(StorageError, match="lost"), stop_request():
+        raise StorageError("a write was lost")  # without a stop it is what it is
+
+
+def _fail_after_a_stop() -> None:
+    with stop_request():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise StorageError("a write was lost")
 
 
 def _lose_a_stop(number: signal.Signals) -> None:
