@@ -1,7 +1,6 @@
-"""What a measurement stands on: a run directory of its own, a file in it that was written once, buffers, an engine.
+"""What a measurement stands on: a file in a run directory that was written once, buffers, an engine.
 
-The file is made as training makes its swap files, in a directory that the next run or `infinity clean` recognises and
-removes should this process be killed. No other file is written to.
+The file is made as training makes its swap files. No other file is written to.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.memory.limits import host_limit_bytes
 from infinity.states import Tier
-from infinity.store.directory import SWAP_NAME, claim_run
+from infinity.store.directory import SWAP_NAME
 from infinity.store.swap_file import create_swap_file
 
 _OWNER = "bench nvme"
@@ -41,10 +40,8 @@ def open_targets(
     memory_bytes = max(batches_of(job).num_bytes for job in (*jobs, WRITING_JOB))
     ledger = Ledger({Tier.CPU: host_limit_bytes().num_bytes})
     targets, written_bytes = [], 0
-    for directory in places.directories:
-        run = claim_run(directory.path, "bench")
-        resources.callback(run.close)
-        file = create_swap_file(run.path / SWAP_NAME, places.size_bytes)
+    for run_path in places.run_paths:
+        file = create_swap_file(run_path / SWAP_NAME, places.size_bytes)
         resources.callback(file.close)
         arena = open_arena(memory_bytes, ledger=ledger, tier=Tier.CPU, owner=_OWNER, pin=False)
         resources.callback(arena.close)

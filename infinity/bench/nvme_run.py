@@ -101,7 +101,7 @@ class NvmeBench:
 
 
 def run(settings: NvmeSettings, jobs: Sequence[Job], places: Places, fio_program: str | None, observer: Observer) -> Report:
-    """Measure everything and return the report; the files are gone when this returns or raises.
+    """Measure everything and return the report; the files are closed when this returns or raises.
 
     Raises StorageError, SwapSpaceError, PlatformError, OverBudget: a report is always whole.
     """

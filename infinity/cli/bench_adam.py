@@ -12,6 +12,7 @@ import typer
 
 from infinity.cli.bench_outputs import check_outputs, writing
 from infinity.cli.failures import failures_explained
+from infinity.cli.options import parse_path
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ _Threads = Annotated[
     list[int] | None, typer.Option("--threads", metavar="N", help="Repeatable. Default: as many as training uses.")
 ]
 _Rounds = Annotated[int, typer.Option("--rounds", metavar="N", help="Of all contenders in turn.")]
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
-_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them. Needs matplotlib.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.", parser=parse_path)]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them. Needs matplotlib.", parser=parse_path)
+]
 
 
 def adam(

@@ -51,8 +51,10 @@ _LongRun = Annotated[
 ]
 _Tune = Annotated[bool, typer.Option("--tune", help="Find the best settings instead, and write them as a configuration.")]
 _Against = Annotated[str | None, typer.Option("--against", metavar="fio", help="Run the same jobs with fio, too.")]
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")]
-_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them. Needs matplotlib.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.", parser=parse_path)]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them. Needs matplotlib.", parser=parse_path)
+]
 
 
 def nvme(

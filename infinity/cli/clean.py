@@ -9,8 +9,9 @@ import typer
 
 from infinity.byte_sizes import format_bytes
 from infinity.cli.failures import failures_explained
+from infinity.cli.options import parse_path
 
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory that was given to --nvme.")]
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory that was given to --nvme.", parser=parse_path)]
 _List = Annotated[bool, typer.Option("--list", help="List only; remove nothing.")]
 _Checkpoints = Annotated[bool, typer.Option("--checkpoints", help="Remove also dead runs that hold a checkpoint.")]
 

@@ -22,11 +22,12 @@ from infinity.aio.engine import Engine
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op, Request
 from infinity.aio.select import open_engine
-from infinity.bench import nvme_bed, nvme_tune
+from infinity.bench import nvme_bed, nvme_places, nvme_tune
 from infinity.cli.bench_display import PlainObserver
 from infinity.cli.main import app
 from infinity.config import file_layer
-from infinity.store.directory import RunState, list_runs
+from infinity.errors import StorageError
+from infinity.store.directory import RunDirectory, RunState, list_runs
 from infinity.train.options import resolve_config
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,8 @@ def test_refused_direct_io_is_said(disk: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--nvme", "DISK", "--block-size", "1000"], 2, "--block-size"),
         (["--nvme", "DISK", "--json", "/dev/null"], 2, "--json: /dev/null exists and is not a file"),
         (["--nvme", "DISK", "--json", "/nowhere/out.json"], 2, "there is no directory /nowhere"),
+        (["--nvme", "DISK", "--json", ""], 2, "'' is not a path"),
+        (["--nvme", "DISK", "--plot", ""], 2, "'' is not a path"),
         (["--nvme", "DISK", "--tune", "--queue-depth", "8"], 2, "--tune contradicts --queue-depth"),
         (["--nvme", "DISK", "--tune", "--op", "read"], 2, "--tune contradicts --op"),
     ],
@@ -249,6 +252,54 @@ def test_a_signal_removes_the_files(
     assert "GB/s" not in answer.output
     assert files_below(disk) == []
     assert not out.exists()
+
+
+def test_a_stop_in_the_middle_of_writing_is_a_stop(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes that the end cancels were not waited for, which is an error of their engine; the exit code is the signal's."""
+
+    class Reporting(FaultyEngine):
+        def close(self) -> None:
+            super().close()
+            raise StorageError("3 request(s) failed and nobody waited for them")
+
+    def reporting(kind: str, *, queue_depth: int, block_bytes: int) -> Engine:
+        inner = open_engine(kind, queue_depth=queue_depth, block_bytes=block_bytes)
+        return Reporting(inner, []) if block_bytes == 4096 else inner
+
+    def phase(_: PlainObserver, text: str) -> None:
+        if text.startswith("threads, write, 4.00 KiB"):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(nvme_bed, "open_engine", reporting)
+    monkeypatch.setattr(PlainObserver, "phase", phase)
+    quick = ["--size", "64MiB", "--block-size", "4KiB", "--queue-depth", "8", "--seconds", "60", "--long-run", "0"]
+    answer = bench("--nvme", disk, *quick, "--engine", "threads", "--op", "write")
+    assert answer.exit_code == 143, answer.output
+    assert files_below(disk) == []
+
+
+def test_another_benchmark_may_remove_the_directory_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that begin in a directory that is absent: one ends and removes it while the other begins, which makes it again.
+
+    From then on the other's own files keep it there.
+    """
+    directory, rivals = tmp_path / "new", [1, 2]
+    claim = nvme_places.claim_run
+
+    def claim_late(path: Path, run_name: str) -> RunDirectory:
+        if rivals:
+            rivals.pop()
+            path.rmdir()
+        claimed = claim(path, run_name)
+        with pytest.raises(OSError, match="not empty"):
+            path.rmdir()
+        return claimed
+
+    monkeypatch.setattr(nvme_places, "claim_run", claim_late)
+    answer = bench("--nvme", directory, *QUICK, "--op", "read", "--engine", "threads")
+    assert answer.exit_code == 0, answer.output
+    assert rivals == []
+    assert not directory.exists()
 
 
 def test_what_a_killed_benchmark_left_is_removed_by_the_next(disk: Path) -> None:
