@@ -1,5 +1,5 @@
 """`python -m infinity`: the same as the `infinity` command."""
 
-from infinity.cli.main import main
+from infinity.cli.entry import main
 
 main()

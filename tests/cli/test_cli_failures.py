@@ -194,6 +194,22 @@ def test_a_signal_before_the_first_step_leaves_nothing(number: signal.Signals, p
     assert not (place / "new").exists()
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupt_while_the_command_line_is_loaded(ignored: bool, place: Path) -> None:
+    """Ctrl-C during the first imports ends the process as the signal does, without a traceback; ignored, it stays so."""
+    script = (
+        "import os, sys, signal, builtins; real = builtins.__import__\n"
+        "def loading(name, *rest):\n"
+        "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = loading\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "sys.argv[1:] = ['--version']; from infinity.cli.entry import main; main()"
+    )
+    done = run_with(script, place, subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0 if ignored else -signal.SIGINT, "")
+
+
 def test_an_unexpected_error_keeps_its_traceback_in_a_file(place: Path) -> None:
     """What nobody foresaw is one line on the screen, with the file that holds the traceback."""
     script = (
