@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,17 @@ class Probe:
     registers_files: bool
     registers_buffers: bool  # small ones; the locked memory that the real ones need is theirs to find out
     notes: tuple[str, ...]
+
+
+def works_in_all(found: Sequence[Probe]) -> Probe:
+    """Return what works in each of several directories: the engine is the last of theirs in the order of preference."""
+    return Probe(
+        engine=max((one.engine for one in found), key=KINDS.index),
+        direct=all(one.direct for one in found),
+        registers_files=all(one.registers_files for one in found),
+        registers_buffers=all(one.registers_buffers for one in found),
+        notes=tuple(note for one in found for note in one.notes),
+    )
 
 
 def open_engine(kind: str, *, queue_depth: int = 32, block_bytes: int = MIB) -> Engine:

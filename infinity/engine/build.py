@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infinity.aio.select import Probe
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
@@ -43,6 +44,7 @@ from infinity.engine.reserve import (
     open_kept_weights,
     open_weight_slots,
 )
+from infinity.engine.results import IoFacts
 from infinity.engine.take_over import free_values, move_buffers, refuse_loading, require_own_weights, take_over
 from infinity.engine.update import Updater
 from infinity.engine.user_writes import UserWrites
@@ -103,6 +105,7 @@ def initialize(
     run_name: str = "run",
     num_steps: int | None = None,
     adopt: Path | None = None,
+    probed: Mapping[Path, Probe] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Initialized:
     """Take over a module for training and return its engine.
@@ -114,6 +117,7 @@ def initialize(
     is what torch will need inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose
     weights stay, where they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
     `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
+    `probed` is what was found to work in NVMe directories, by real path, where that was tried already.
     `on_plan` is called with the plan, and what each directory will take, before any of it is reserved.
 
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError, and IllegalTransition for a model that an engine
@@ -144,6 +148,7 @@ def initialize(
             grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(resolved)],
             spare_memory_bytes=max(0, dict(plan.budgets)[Tier.CPU] - plan.memory_bytes(Tier.CPU)),
             adopted=adopted,
+            probed=probed or {},
             resources=resources,
         )
         plan = replace(plan, directories=directories.lines)
@@ -317,6 +322,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     weights.show_resident()
     weights.expect(order.vertical_sequence(walk.groups))
     recorder.take_counters()  # what initialisation wrote belongs to no step
+    io_facts = io_engine.facts
     engine = Engine(
         EngineParts(
             module=model,
@@ -336,8 +342,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             persistence=persistence,
             activations=activations,
             num_micro_batches=config.batch(1).num_micro_batches,
-            io=io_engine.facts,
-            notes=(*request.notes, *model_notes, *io_engine.facts.notes),
+            io=IoFacts(io_engine.name, io_facts.registered_files, io_facts.registered_buffers),
+            notes=(*request.notes, *model_notes, *io_facts.notes),
             resources=_closed_at_exit(resources.pop_all()),
         )
     )

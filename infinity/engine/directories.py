@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from infinity.aio.devices import open_device_engines
 from infinity.aio.engine import Engine as IoEngine
 from infinity.aio.filesystems import memory_filesystem
 from infinity.aio.rates import DirectoryRate, measure_directories
-from infinity.aio.select import KINDS, open_engine, probe
+from infinity.aio.select import Probe, open_engine, probe, works_in_all
 from infinity.byte_sizes import format_bytes
 from infinity.config import Config
 from infinity.engine.in_place import Adoption
@@ -40,11 +40,13 @@ def open_directories(
     grad_element_bytes: int,
     spare_memory_bytes: int,
     adopted: Adoption | None,
+    probed: Mapping[Path, Probe],
     resources: ExitStack,
 ) -> Directories:
     """Check the directories, open their engine, and where there are several measure them and share out the bytes.
 
-    Those on a file system in RAM take at most `spare_memory_bytes` together: what the plan leaves of the budget.
+    Those on a file system in RAM take at most `spare_memory_bytes` together: what the plan leaves of the budget. `probed` is
+    what the caller has tried already, by real path, and has told the user.
     Directories that nothing is going to live in are left alone. Raises StorageError, ConfigError, PlatformError.
     """
     if not any(plan_extents(shards, grad_element_bytes=grad_element_bytes).file_bytes):
@@ -59,10 +61,10 @@ def open_directories(
         for path in paths
         for removed in remove_dead_runs(path)
     ]
-    found = [probe(path, config.infinity.engine) for path in paths]
-    notes += [note for one in found for note in one.notes]
-    # What works in all of them: the last in the order of preference.
-    engine = _open_engine(max((one.engine for one in found), key=KINDS.index), paths, config, resources)
+    tried = {path: probe(path, config.infinity.engine) for path in paths if path not in probed}
+    notes += [note for one in tried.values() for note in one.notes]
+    found = works_in_all([tried.get(path) or probed[path] for path in paths])
+    engine = _open_engine(found.engine, paths, config, resources)
     if adopted is not None:
         lines = [_line(DirectoryRate(path, None, 1.0), size) for path, size in zip(paths, adopted.file_bytes, strict=True)]
         return Directories(engine, (), tuple(lines), tuple(notes))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.aio.engine import EngineFacts
 from infinity.config import Config
 from infinity.engine.activations import ActivationMeter
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
@@ -21,7 +20,7 @@ from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.persistence import Persistence
-from infinity.engine.results import StepResult
+from infinity.engine.results import IoFacts, StepResult
 from infinity.engine.update import Updater
 from infinity.errors import ConfigError, Diverged, IllegalTransition, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
@@ -58,7 +57,7 @@ class EngineParts:
     persistence: Persistence
     activations: ActivationMeter
     num_micro_batches: int
-    io: EngineFacts  # what is registered with the engine of reads and writes
+    io: IoFacts
     notes: tuple[str, ...]  # what was not available, in sentences
     resources: ExitStack
 
@@ -118,8 +117,8 @@ class Engine:
         return self._parts.lr_schedule
 
     @property
-    def io(self) -> EngineFacts:
-        """What is registered with the engine that does the reads and writes."""
+    def io(self) -> IoFacts:
+        """What does the reads and writes, and what is registered with it."""
         return self._parts.io
 
     @property

@@ -1,4 +1,4 @@
-"""What a step reports."""
+"""What a step reports, and what moves its bytes."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ class StepResult:
     nvme_read_bytes: int
     nvme_write_bytes: int
     gradient_spill_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class IoFacts:
+    """What does the reads and writes of an engine, as it was opened."""
+
+    engine: str  # "uring", "threads" or "buffered"
+    registered_files: bool  # whether it knows every swap file beforehand
+    registered_buffers: bool  # and every buffer that a step's I/O goes through

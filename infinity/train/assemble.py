@@ -6,7 +6,7 @@ import shutil
 
 import torch
 
-from infinity.aio.select import Probe
+from infinity.aio.select import Probe, works_in_all
 from infinity.byte_sizes import MIB, format_bytes
 from infinity.config.optimizer import OptimizerSection
 from infinity.config.scheduler import SchedulerSection
@@ -68,17 +68,15 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         run_name=options.model,
         num_steps=options.steps,
         adopt=checked.resume_from,
+        probed=checked.probes,
         on_plan=on_plan,
     ).engine
-    if checked.probe is not None and engine.plan.uses_nvme:
+    if engine.plan.uses_nvme:
         facts = engine.io
-        words = io_words(
-            checked.probe.engine, registered_files=facts.registered_files, registered_buffers=facts.registered_buffers
-        )
+        words = io_words(facts.engine, registered_files=facts.registered_files, registered_buffers=facts.registered_buffers)
         reporter.note(f"Reads and writes: {words}.")
-    said = (*config.notes(), *(checked.probe.notes if checked.probe is not None else ()))
     for note in engine.notes:
-        if note not in said:
+        if note not in config.notes():
             reporter.note(note)
     return engine
 
@@ -123,8 +121,8 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         Row("nvme", f"{facts.path} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
         for facts in checked.directories
     ]
-    if checked.probe is not None:
-        rows.append(Row("engine", _engine_words(checked.probe)))
+    if checked.probes:
+        rows.append(Row("engine", _engine_words(works_in_all(tuple(checked.probes.values())))))
         checksums = (
             f"CRC32C ({checksum_kernels()[0]}) of what is read from NVMe" if checked.config.infinity.checksums else "off"
         )
@@ -151,4 +149,4 @@ def _configuration_words(checked: Checked) -> str:
 def _engine_words(found: Probe) -> str:
     can = [name for name, works in (("files", found.registers_files), ("buffers", found.registers_buffers)) if works]
     registers = f"can register {' and '.join(can)}" if can else "registers nothing"
-    return f"{found.engine}, {'direct' if found.direct else 'buffered'}, {registers}"
+    return f"{found.engine}, {'O_DIRECT' if found.direct else 'through the page cache'}, {registers}"

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinity.aio.engine import EngineFacts
+from infinity.engine.results import IoFacts
 from infinity.memory.ledger import Ledger
 from infinity.placement.plan import Plan
 from infinity.telemetry.recorder import Recorder
@@ -46,7 +46,7 @@ class TrainingEngine(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def io(self) -> EngineFacts: ...
+    def io(self) -> IoFacts: ...
     @property
     def recorder(self) -> Recorder: ...
     def train_batch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> StepOutcome: ...

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.aio.select import KINDS, Probe, probe
+from infinity.aio.select import Probe, probe
 from infinity.byte_sizes import format_bytes
 from infinity.checkpoint.completeness import latest, verify
 from infinity.checkpoint.manifest import MANIFEST, read_manifest
@@ -40,7 +40,7 @@ class Checked:
     output: Output
     resume_from: Path | None
     directories: tuple[DirectoryFacts, ...]
-    probe: Probe | None  # None when nothing may go to NVMe
+    probes: Mapping[Path, Probe]  # of these directories, by path
     host_limit: HostLimit
     undo: ExitStack  # removes the NVMe directories that were made for this run, where they are empty
 
@@ -70,9 +70,11 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
         adopted_bytes = _adopted_bytes(resume_from)
         _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - adopted_bytes, directories)
         _require_room(options, STATE_BYTES_PER_PARAMETER * parameter_count(gpt) - adopted_bytes, limit, directories)
-        found = _probe(options.config, directories, reporter)
+        probes = {facts.path: probe(facts.path, options.config.infinity.engine) for facts in directories}
+        for sentence in (note for found in probes.values() for note in found.notes):
+            reporter.note(sentence)
         checked = Checked(
-            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, found, limit, undo.pop_all()
+            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, probes, limit, undo.pop_all()
         )
     return checked
 
@@ -201,21 +203,3 @@ def _require_space(needed_bytes: int, directories: Iterable[DirectoryFacts]) -> 
             f"{format_bytes(free_bytes)} ({free_bytes} bytes) are free.",
             remedy="Free space, give a larger disk, or choose a smaller --model.",
         )
-
-
-def _probe(config: Config, directories: Iterable[DirectoryFacts], reporter: Reporter) -> Probe | None:
-    """Return what works in all of the directories; say what does not in any."""
-    found = [probe(facts.path, config.infinity.engine) for facts in directories]
-    notes = tuple(sentence for one in found for sentence in one.notes)
-    for sentence in notes:
-        reporter.note(sentence)
-    if not found:
-        return None
-    engine = max((one.engine for one in found), key=KINDS.index)  # the last in the order of preference
-    return Probe(
-        engine=engine,
-        direct=all(one.direct for one in found),
-        registers_files=all(one.registers_files for one in found),
-        registers_buffers=all(one.registers_buffers for one in found),
-        notes=notes,
-    )

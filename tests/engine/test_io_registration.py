@@ -57,7 +57,8 @@ def test_every_byte_of_a_step_is_registered(schedule: str, seen: tuple[list[Urin
     with open_engine(TINY_GPT.build(), config, placement=placement) as engine:
         assert engine.io.registered_files
         assert engine.io.registered_buffers
-        assert engine.io.notes == ()
+        assert engine.io.engine == "uring"
+        assert not [note for note in engine.notes if "registered" in note]
         train_engine(engine, TINY_GPT, config, range(2))
     assert plain == []
     [ring] = rings

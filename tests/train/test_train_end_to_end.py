@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from training_fakes import Remembering
 
 import infinity.memory.host_allocator as host_allocator
+from infinity.aio.select import Probe, probe
 from infinity.config import Layer
+from infinity.engine import directories
 from infinity.models.presets import parameter_count, preset
 from infinity.store.directory import list_runs
 from infinity.telemetry.jsonl import read_jsonl
+from infinity.train import preflight
 from infinity.train.assemble import open_training_engine
 from infinity.train.loop import train
 from infinity.train.options import TrainOptions, resolve_config
@@ -76,12 +79,33 @@ def test_engine_and_registration_are_said(tmp_path: Path) -> None:
     pytest.importorskip("infinity._aio", reason="built without liburing")
     summary, reporter = run(tmp_path, "out", {**NVME, "infinity.engine": "uring"})
     [row] = [row.value for row in reporter.rows if row.name == "engine"]
-    assert row.startswith("uring, ")
+    assert row.startswith(("uring, O_DIRECT, ", "uring, through the page cache, "))
     assert row.endswith("can register files and buffers")
     assert "Reads and writes: uring, files and buffers registered." in reporter.notes
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (written["engine"], written["registered_files"], written["registered_buffers"]) == ("uring", True, True)
     assert any(row.name == "I/O" and "registered" in row.value for row in summary.rows())
+
+
+def test_a_directory_is_tried_once_and_what_was_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes over what the preflight tried; the note and summary.json name what it opened, or that it did not."""
+    tried: list[Path] = []
+
+    def counting(directory: Path, kind: str) -> Probe:
+        tried.append(directory)
+        return probe(directory, kind)
+
+    monkeypatch.setattr(preflight, "probe", counting)
+    monkeypatch.setattr(directories, "probe", counting)
+    summary, reporter = run(tmp_path, "disk", {**NVME, "infinity.engine": "threads"})
+    assert tried == [tmp_path / "nvme"]
+    assert summary.engine == "threads"
+    assert summary.checksums
+    assert "Reads and writes: threads." in reporter.notes
+    summary, reporter = run(tmp_path, "memory", {"infinity.engine": "threads"})
+    assert tried == [tmp_path / "nvme"] * 2
+    assert (summary.engine, summary.checksums) == ("none", False)
+    assert not [note for note in reporter.notes if note.startswith("Reads and writes")]
 
 
 def test_the_plan_says_how_the_update_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

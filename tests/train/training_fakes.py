@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.aio.engine import EngineFacts
 from infinity.checkpoint.manifest import CheckpointState, Counters, Fingerprint
 from infinity.checkpoint.reader import open_checkpoint
 from infinity.checkpoint.specs import TensorSpec
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.config import Layer
+from infinity.engine.results import IoFacts
 from infinity.memory.ledger import Ledger
 from infinity.models.gpt import build_meta_gpt
 from infinity.models.presets import preset
@@ -58,6 +58,7 @@ class FakePlan:
     """A plan that says only that it is none."""
 
     nvme_bytes_per_second = None
+    uses_nvme = False
 
     def to_json(self) -> dict[str, object]:
         return {"fake": True}
@@ -97,7 +98,7 @@ class FakeEngine:
         self.ledger = Ledger({Tier.CPU: 1 << 30})
         self.plan = FakePlan()
         self.recorder = Recorder()
-        self.io = EngineFacts(registered_files=True, registered_buffers=False, notes=())
+        self.io = IoFacts("uring", registered_files=True, registered_buffers=False)
         self.pending_bytes = 0  # of the last step's update, written when something asks for the state or the next step runs
         self.state = 0.0
         self.steps = 0
