@@ -189,8 +189,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs root")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)  # also where a test that failed has left files open
 
 
 def test_too_little_space_is_said_before_anything_is_written(small_disk: Path) -> None:

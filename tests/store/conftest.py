@@ -56,4 +56,5 @@ def _mounted(point: Path, options: str) -> Iterator[Path]:
     try:
         yield point
     finally:
-        subprocess.run(["umount", str(point)], check=True)
+        # Lazily: it goes although a test that failed has left files open.
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
