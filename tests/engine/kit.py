@@ -279,3 +279,14 @@ def require_same_state(state: Mapping[str, torch.Tensor], reference: Mapping[str
     assert set(state) == set(reference)
     different = [name for name, value in reference.items() if not torch.equal(state[name], value)]
     assert different == []
+
+
+def finish_ahead(engine: Engine) -> None:
+    """Begin all that the slots can take ahead for the next step, and let it come in.
+
+    The engine begins it as slots become free: without this it would depend on the moment how much of it is counted already.
+    """
+    weights = engine._parts.weights
+    weights.settle()  # now every slot is free for the first visits of the next step
+    weights.rewind()
+    weights.settle()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import TINY_GPT, Bulk, Kit, compute_dtype, open_engine, settings, train
+from kit import TINY_GPT, Bulk, Kit, compute_dtype, finish_ahead, open_engine, settings, train
 from torch import nn
 
 from infinity.config import Config
@@ -42,14 +42,13 @@ def kernel_bytes() -> tuple[int, int]:
 class Measured:
     """Bytes and loads of one steady step, as the engine counted them and as the kernel did.
 
-    At both ends all that was begun ahead for the next step has come in: else it would depend on the moment how much of it
-    is counted already.
+    At both ends all that the slots can take ahead for the next step has been begun, and has come in.
     """
 
     def __init__(self, engine: Engine, kit: Kit, num_micro_batches: int, dtype: torch.dtype) -> None:
         def take_step(step: int) -> None:
             engine.train_batch(kit.batches(step, num_micro_batches, dtype))
-            engine._parts.weights.settle()
+            finish_ahead(engine)
 
         for step in range(3):
             take_step(step)

@@ -20,6 +20,7 @@ from kit import (
     Run,
     TinyGpt,
     compute_dtype,
+    finish_ahead,
     open_engine,
     require_same,
     require_same_state,
@@ -134,7 +135,7 @@ class Steady:
         def take_steps(first: int, num: int) -> dict[str, int]:
             for step in range(first, first + num):
                 engine.train_batch(kit.batches(step, config["gradient_accumulation_steps"], compute_dtype(config)))
-                engine._parts.weights.settle()
+                finish_ahead(engine)
             return engine.recorder.counters()
 
         before, after = take_steps(0, 2), take_steps(2, NUM_STEPS)
