@@ -29,6 +29,7 @@ def simd_module(name: str, compile_args: Sequence[str] = (), link_args: Sequence
     """Return the extension of csrc/`name`, compiled for the baseline CPU; SIMD bodies carry their own target attributes."""
     directory = HERE / "csrc" / name
     sources, headers = (sorted(str(path.relative_to(HERE)) for path in directory.glob(kind)) for kind in ("*.cpp", "*.h"))
+    headers.append("csrc/kernels.h")
     return Pybind11Extension(
         f"infinity._{name}", sources, depends=headers, cxx_std=17,
         extra_compile_args=["-O3", *compile_args], extra_link_args=list(link_args),

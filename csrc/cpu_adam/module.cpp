@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../kernels.h"
 #include "kernel.h"
 #include "team.h"
 
@@ -43,29 +44,7 @@ std::vector<const Kernel*> all_kernels() {
 #endif
 }
 
-std::vector<const Kernel*> supported_kernels() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
-    std::vector<const Kernel*> kernels;
-    for (const Kernel* kernel : all_kernels()) {
-        if (kernel->supported()) kernels.push_back(kernel);
-    }
-    return kernels;
-}
-
-std::vector<std::string> names() {
-    std::vector<std::string> found;
-    for (const Kernel* kernel : supported_kernels()) found.emplace_back(kernel->name);
-    return found;
-}
-
-const Kernel& kernel_named(const std::string& name) {
-    for (const Kernel* kernel : supported_kernels()) {
-        if (name == kernel->name) return *kernel;
-    }
-    throw py::value_error("no kernel named " + name);
-}
+std::vector<std::string> names() { return kernels::names(all_kernels()); }
 
 template <class T>
 T* at(std::uintptr_t address) {
@@ -94,7 +73,7 @@ std::size_t element_bytes(GradFormat format) { return format == GradFormat::fp32
 class CpuAdam {
 public:
     CpuAdam(const std::string& name, std::size_t num_threads, std::size_t share_index, std::size_t num_shares)
-        : kernel_(kernel_named(name)), team_(Team::start(num_threads, {share_index, num_shares})) {}
+        : kernel_(kernels::named(all_kernels(), name)), team_(Team::start(num_threads, {share_index, num_shares})) {}
 
     void update(MasterFormat master, GradFormat grad_format, std::size_t num_elements, const Arrays& arrays,
                 const AdamScalars& scalars) {

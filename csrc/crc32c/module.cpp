@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../kernels.h"
 #include "kernel.h"
 
 namespace py = pybind11;
@@ -16,7 +17,6 @@ namespace {
 // The fastest first.
 std::vector<const Kernel*> all_kernels() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
     return {&kAvx512, &kSse42, &kPortable};
 #elif defined(__aarch64__) && defined(__linux__)
     return {&kArm, &kPortable};
@@ -25,23 +25,11 @@ std::vector<const Kernel*> all_kernels() {
 #endif
 }
 
-std::vector<const Kernel*> supported_kernels() {
-    std::vector<const Kernel*> kernels;
-    for (const Kernel* kernel : all_kernels()) {
-        if (kernel->supported()) kernels.push_back(kernel);
-    }
-    return kernels;
-}
-
-std::vector<std::string> names() {
-    std::vector<std::string> found;
-    for (const Kernel* kernel : supported_kernels()) found.emplace_back(kernel->name);
-    return found;
-}
+std::vector<std::string> names() { return kernels::names(all_kernels()); }
 
 class Crc32c {
 public:
-    explicit Crc32c(const std::string& name) : kernel_(kernel_named(name)) {}
+    explicit Crc32c(const std::string& name) : kernel_(kernels::named(all_kernels(), name)) {}
 
     std::string name() const { return kernel_.name; }
     std::uint32_t extend(std::uint32_t crc, std::uintptr_t address, std::size_t size) const {
@@ -49,13 +37,6 @@ public:
     }
 
 private:
-    static const Kernel& kernel_named(const std::string& name) {
-        for (const Kernel* kernel : supported_kernels()) {
-            if (name == kernel->name) return *kernel;
-        }
-        throw py::value_error("no kernel named " + name);
-    }
-
     const Kernel& kernel_;
 };
 
