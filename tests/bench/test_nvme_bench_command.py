@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,8 +56,11 @@ def memory_directory() -> Iterator[Path]:
     if not path.parent.is_dir():
         pytest.skip("this machine has no /dev/shm")
     path.mkdir()
-    yield path
-    path.rmdir()  # fails when something was left in it
+    try:
+        yield path
+        assert files_below(path) == []
+    finally:
+        shutil.rmtree(path)  # also where a test that failed has left something in memory
 
 
 def test_results_have_the_promised_keys_and_nothing_is_left(disk: Path, tmp_path: Path) -> None:
