@@ -122,15 +122,15 @@ def test_registration_and_facts_are_those_of_all(files: list[DirectFile]) -> Non
 def test_a_refused_unregister_forgets_nothing(files: list[DirectFile]) -> None:
     """What an engine did not let go of is registered still, and the facts say so; a second try takes it back."""
 
-    class Busy(Recording):
-        is_busy = True
+    class Holding(Recording):
+        is_busy = False
 
         def unregister(self, *, files: Sequence[DirectFile] = (), memory: Sequence[MemoryRange] = ()) -> None:
             if self.is_busy:
                 raise IllegalTransition("requests are in flight")
-            super().unregister(files=files, memory=memory)
 
-    free, busy = Recording(EngineFacts(False, True, ())), Busy()  # the facts of `free` once it has let go of its file
+    free, busy = Holding(EngineFacts(False, True, ())), Holding()  # the facts of `free` once it has let go of its file
+    busy.is_busy = True
     engine = DeviceEngine({1: free, 2: busy}, ())
     engine.register(files=files[:2])
     with pytest.raises(IllegalTransition, match="in flight"):
