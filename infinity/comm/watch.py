@@ -56,10 +56,10 @@ class _Peer:
 
 
 class Watch:
-    """One rank's thread that publishes and reads beats until a verdict or `end`. Its opener ends it.
+    """Two threads of a rank: one publishes and reads beats, one judges, also when the store hangs. Its opener ends it.
 
-    `store` must be this thread's own connection: a call that waits on a connection keeps every other call on it waiting.
-    `on_verdict` is called once, from the thread. After a verdict this rank is FAILED for the others.
+    `store` must be the watch's own connection: a call that waits on a connection keeps every other call on it waiting.
+    `on_verdict` is called once, from the judge's thread. After a verdict this rank is FAILED for the others.
     """
 
     def __init__(
@@ -72,20 +72,25 @@ class Watch:
         self._pace = pace
         self._resident_bytes = resident_bytes
         self._on_verdict = on_verdict
-        self._peers = {peer: _Peer(None, time.monotonic()) for peer in range(size) if peer != rank}
         self._host = socket.gethostname()
         self._num_beats = 0
+        self._looked_at = time.monotonic()  # when the store last told everything
+        self._peers = {peer: _Peer(None, self._looked_at) for peer in range(size) if peer != rank}
+        self._store_error: RuntimeError | None = None
+        self._last_words: tuple[RankState, str] | None = None
         self._ending = False
-        self._wake = threading.Event()  # set once: by what makes the next look urgent, or the end
         self._urgent = False
+        self._wake = threading.Event()  # set once: by what makes the next look urgent, or the end
+        self._looked = threading.Event()
         self._verdict: CommError | None = None
         self._judged = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="comm-beats", daemon=True)
+        self._judge = threading.Thread(target=self._judge_beats, name="comm-judge", daemon=True)
 
     def start(self) -> None:
-        """Start the thread (called once, by who opens the group)."""
-        self._publish(RankState.RUNNING, "")
-        self._thread.start()
+        """Start the threads (called once, by who opens the group)."""
+        self._beats.start()
+        self._judge.start()
 
     def explain(self, error: BaseException, peer: int | None = None) -> CommError:
         """Return why a collective failed with `error`, as the beats tell it; blocks until they do, a few seconds at most.
@@ -97,45 +102,53 @@ class Watch:
         self._urgent = True
         self._wake.set()
         if not self._ending:
-            self._judged.wait(self._pace.dead_seconds + self._pace.beat_seconds)
+            self._judged.wait(self._pace.dead_seconds + 2 * self._pace.beat_seconds)
         return self._verdict or CommError(
             f"A collective of rank {self._rank} failed in step {self._order.step}: {error}.",
             remedy="The other ranks are alive and agree on the order, so look at the network between them.",
         )
 
     def end(self, state: RankState, why: str = "") -> None:
-        """Stop the thread and publish how this rank ended. Calling it again changes nothing."""
+        """Publish how this rank ended and stop; waits for a store that hangs no longer than for a beat of a dead rank."""
         if self._ending:
             return
+        self._last_words = self._last_words or (state, why)
         self._ending = True
         self._wake.set()
-        self._thread.join(self._pace.dead_seconds)
-        if self._verdict is None:
-            self._publish_if_possible(state, why)
+        self._looked.set()
+        self._beats.join(self._pace.beat_seconds * _NUM_BEATS_OF_A_SUSPECT)
 
-    def _run(self) -> None:
+    def _beat(self) -> None:
+        try:
+            while not self._ending and self._verdict is None:
+                self._publish(RankState.RUNNING, "")
+                for rank, peer in self._peers.items():
+                    self._read(rank, peer)
+                self._looked_at = time.monotonic()
+                self._looked.set()
+                if self._urgent:
+                    time.sleep(_URGENT_SECONDS)
+                else:
+                    self._wake.wait(self._pace.beat_seconds)
+            if self._last_words is not None:
+                self._publish(*self._last_words)
+        except RuntimeError as error:  # what torch's stores raise
+            self._store_error = error
+            self._looked.set()
+
+    def _judge_beats(self) -> None:
         while not self._ending:
-            error = self._look()
+            self._looked.wait(self._pace.beat_seconds)
+            self._looked.clear()
+            error = self._find()
             if error is not None and not self._ending:
+                self._last_words = (RankState.FAILED, error.message)
                 self._verdict = error
-                self._publish_if_possible(RankState.FAILED, error.message)
+                self._urgent = True
+                self._wake.set()
                 self._judged.set()
                 self._on_verdict(error)
                 return
-            if self._urgent:
-                time.sleep(_URGENT_SECONDS)
-            else:
-                self._wake.wait(self._pace.beat_seconds)
-
-    def _look(self) -> CommError | None:
-        """Publish where this rank is, read what the others say, and judge."""
-        try:
-            self._publish(RankState.RUNNING, "")
-            for rank, peer in self._peers.items():
-                self._read(rank, peer)
-        except RuntimeError as error:  # what torch's stores raise
-            return self._judge() or self._store_gone(error)
-        return self._judge()
 
     def _publish(self, state: RankState, why: str) -> None:
         tail = self._order.tail(_NUM_PUBLISHED)
@@ -153,12 +166,6 @@ class Watch:
         self._num_beats += 1
         self._store.set(str(self._rank), to_json(beat))
 
-    def _publish_if_possible(self, state: RankState, why: str) -> None:
-        try:
-            self._publish(state, why)
-        except RuntimeError:  # the store has gone: nobody is left who could read it
-            return
-
     def _read(self, rank: int, peer: _Peer) -> None:
         key = str(rank)
         if not self._store.check([key]):
@@ -167,7 +174,7 @@ class Watch:
         if peer.beat is None or beat.number != peer.beat.number:
             peer.beat, peer.heard_at = beat, time.monotonic()
 
-    def _judge(self) -> CommError | None:
+    def _find(self) -> CommError | None:
         """The reason nearest to the cause comes first: a rank fails because another died, and not the other way round."""
         for rank, peer in self._peers.items():
             difference = None if peer.beat is None else self._order.first_difference(peer.beat.tail)
@@ -178,7 +185,7 @@ class Watch:
                 error = judge(rank, peer)
                 if error is not None:
                     return error
-        return None
+        return self._store_gone()
 
     def _different(self, rank: int, difference: Difference) -> CommError:
         ours, theirs = difference.ours[-1], difference.theirs[-1]
@@ -192,7 +199,7 @@ class Watch:
     def _dead(self, rank: int, peer: _Peer) -> CommError | None:
         if peer.beat is not None and peer.beat.state is not RankState.RUNNING:
             return None
-        silent_seconds = time.monotonic() - peer.heard_at
+        silent_seconds = self._looked_at - peer.heard_at  # while the store itself is silent, no rank can be heard
         suspect_seconds = self._pace.beat_seconds * _NUM_BEATS_OF_A_SUSPECT
         if silent_seconds <= (min(suspect_seconds, self._pace.dead_seconds) if peer.suspected else self._pace.dead_seconds):
             return None
@@ -220,10 +227,16 @@ class Watch:
             remedy=_SAME_ORDER,
         )
 
-    def _store_gone(self, error: RuntimeError) -> CommError:
+    def _store_gone(self) -> CommError | None:
+        silent_seconds = time.monotonic() - self._looked_at
+        if self._store_error is None and silent_seconds <= self._pace.dead_seconds:
+            return None
+        reason = (
+            f"silent for {silent_seconds:.1f} s" if self._store_error is None else str(self._store_error).splitlines()[0]
+        )
         known = "; ".join(f"rank {rank}: {peer.beat.words()}" for rank, peer in self._peers.items() if peer.beat is not None)
         return CommError(
-            f"The rendezvous store does not answer rank {self._rank} any more: its host (rank 0 or the launcher) has ended: "
-            f"{str(error).splitlines()[0]}. Last known: {known or 'nothing'}.",
+            f"The rendezvous store does not answer rank {self._rank} any more ({reason}): its host, rank 0 or the "
+            f"launcher, has ended or hangs. Last known: {known or 'nothing'}.",
             remedy=_LOOK_AT_RANK,
         )
