@@ -12,7 +12,9 @@ from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.config import Config
 from infinity.errors import ModelError
 from infinity.placement.sizes import UnitSize
-from infinity.store.layout import ALIGN_ELEMENTS, STATE_PLANES, ParameterSpec, ShardLayout, shard_layout
+from infinity.states import StateKind
+from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout
+from infinity.store.unit_size import tile_elements_of, unit_size
 from infinity.zero.units import ParameterGroup, ParameterUse, Unit, cut_model
 
 
@@ -31,14 +33,8 @@ class CutModel:
         `kept_bytes` gives, by unit name, what autograd keeps of one micro-batch of a unit that is not rerun.
         """
         return tuple(
-            UnitSize(
-                name=layout.name,
-                parameter_names=tuple(spec.name for spec in layout.specs),
-                weight_bytes=layout.shard_weight_bytes,
-                gathered_weight_bytes=layout.unit_weight_bytes,
-                num_state_elements=layout.num_state_elements,
-                num_gradient_elements=sum(section.unit_elements for section in layout.sections if section.trainable),
-                tile_bytes=tuple(tile.extent_bytes for tile in layout.tiles),
+            unit_size(
+                dict.fromkeys(StateKind, layout),
                 visits=max(1, len(group.units)),
                 kept_bytes=0 if kept_bytes is None or not group.units else kept_bytes(layout.name),
                 is_root=not group.units,
@@ -66,8 +62,7 @@ def cut(model: nn.Module, config: Config) -> CutModel:
     _require_plain(model)
     units, groups = cut_model(model, config.infinity.units)
     dtype = "bfloat16" if config.bf16.enabled else "float32"
-    element_bytes = sum(plane.element_bytes for plane in STATE_PLANES[dtype])
-    tile_elements = max(ALIGN_ELEMENTS, config.infinity.tile_bytes // element_bytes // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+    tile_elements = tile_elements_of(config.infinity.tile_bytes, dtype)
     layouts = tuple(
         shard_layout(group.index, group.name, _specs(group.uses, dtype), tile_elements=tile_elements) for group in groups
     )

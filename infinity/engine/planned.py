@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from infinity.config import Config
 from infinity.engine.cut import CutModel
-from infinity.errors import DoesNotFit
 from infinity.memory.device import ComputeDevice
-from infinity.memory.limits import host_limit_bytes
-from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, make_plan
+from infinity.memory.limits import HEADROOM_SHARE, plannable_host_bytes
+from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, plan_with_slots
 from infinity.placement.placement import AUTO, ShareChoice
 from infinity.states import Tier
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.shares import ShardShares
 from infinity.zero.shard import Residency
 
-# Of the memory that the machine has free, what is left to the system and to what nobody can foresee.
-_HEADROOM = 0.1
 # Of the budget, what is kept for activations where nobody says how many there are; measured from the first step on.
 _ACTIVATION_SHARE = 0.2
 _GRAD_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_WEIGHT_SLOTS_WANTED = (3, 2)  # one unit runs, one is fetched, one is written; two do where memory is scarce
 
 
 def grad_dtype_of(config: Config) -> str:
@@ -51,10 +47,10 @@ def plan_for(
     Without a budget of the configuration, `recorded_cpu_bytes` counts: that of the run whose swap files are taken over.
     """
     own = config.infinity
-    cpu_bytes = own.cpu_memory or recorded_cpu_bytes or int(host_limit_bytes().num_bytes * (1 - _HEADROOM))
+    cpu_bytes = own.cpu_memory or recorded_cpu_bytes or plannable_host_bytes()
     gpu_bytes = None
     if compute.memory is not None:
-        gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - _HEADROOM))
+        gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - HEADROOM_SHARE))
     compute_bytes = cpu_bytes if gpu_bytes is None else gpu_bytes
     request = PlanRequest(
         units=pieces.sizes(activations.kept_bytes),
@@ -70,21 +66,8 @@ def plan_for(
         root_bytes=pieces.buffer_bytes(),
         has_nvme=bool(config.nvme_directories),
     )
-    if own.tile_slots is not None:
-        request = replace(request, min_tile_slots=min(own.tile_slots, request.min_tile_slots), max_tile_slots=own.tile_slots)
     most_groups = max((len(unit.groups) for unit in pieces.units), default=1)  # a call holds all of its unit's at once
-    counts = _WEIGHT_SLOTS_WANTED if own.weight_slots is None else (own.weight_slots,)
-    wanted = [max(count, most_groups) for count in counts]
-    return _first_that_fits([replace(request, num_weight_slots=count) for count in wanted])
-
-
-def _first_that_fits(requests: Sequence[PlanRequest]) -> Plan:
-    for request in requests[:-1]:
-        try:
-            return make_plan(request)
-        except DoesNotFit:
-            continue
-    return make_plan(requests[-1])
+    return plan_with_slots(request, tile_slots=own.tile_slots, weight_slots=own.weight_slots, most_groups=most_groups)
 
 
 def placement_notes(placement: Placement, pieces: CutModel, compute: ComputeDevice) -> tuple[str, ...]:

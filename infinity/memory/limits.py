@@ -16,6 +16,7 @@ from infinity.byte_sizes import KIB
 
 _PROC = Path("/proc/self")
 _MEMINFO = Path("/proc/meminfo")
+HEADROOM_SHARE = 0.1  # of free memory, what is left to the system and to what nobody can foresee
 _UNLIMITED_BYTES = 1 << 60  # version 1's "no limit" is 2**63 rounded down to a page
 
 
@@ -64,6 +65,11 @@ def host_limit_bytes(*, proc: Path = _PROC, meminfo: Path = _MEMINFO) -> HostLim
         held = parse_key_values((_PROC / "status").read_text())["VmSize"] * KIB
         limits.append(HostLimit(max(0, address_space - held), "address space (ulimit -v)"))
     return min(limits, key=lambda limit: limit.num_bytes)
+
+
+def plannable_host_bytes() -> int:
+    """Return what a plan may take where nobody gave a budget: the limit, less some headroom."""
+    return int(host_limit_bytes().num_bytes * (1 - HEADROOM_SHARE))
 
 
 def rss_bytes() -> int:

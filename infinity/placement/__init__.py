@@ -6,7 +6,10 @@ from infinity.placement.plan import DirectoryLine, DiskLine, MemoryLine, Owner, 
 from infinity.placement.planner import make_plan
 from infinity.placement.request import PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
+from infinity.placement.slot_choices import plan_with_slots
+from infinity.placement.stage_choice import StageChoice, choose_stage
 from infinity.placement.stages import PARTITIONED, is_partitioned
+from infinity.placement.zero_memory import StateBytes, state_bytes, textbook_bytes
 
 __all__ = [
     "PARTITIONED",
@@ -18,11 +21,17 @@ __all__ = [
     "Plan",
     "PlanRequest",
     "Schedule",
+    "StageChoice",
+    "StateBytes",
     "TrafficLine",
     "UnitPlacement",
     "UnitPlan",
     "UnitSize",
+    "choose_stage",
     "is_partitioned",
     "make_plan",
+    "plan_with_slots",
     "smallest_cpu_memory_bytes",
+    "state_bytes",
+    "textbook_bytes",
 ]

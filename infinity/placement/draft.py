@@ -28,6 +28,10 @@ class Draft:
     def has_nvme_tiles(self) -> bool:
         return len(self.cpu_tiles) < self.unit.num_tiles
 
+    def stays_on(self, compute_tier: Tier) -> bool:
+        """Return whether the whole weights are on the compute tier for good."""
+        return self.params is compute_tier and not self.unit.is_gathered
+
     def with_tiles(self, cpu_tiles: tuple[int, ...]) -> Draft:
         """Return the draft with these tiles resident."""
         num_bytes = sum(self.unit.tile_bytes[tile] for tile in cpu_tiles)

@@ -33,8 +33,8 @@ def tier_bytes(lines: Sequence[MemoryLine], tier: Tier) -> int:
 
 
 def weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
-    """Return number and bytes of the buffers on the compute tier for units whose weights live elsewhere."""
-    sizes = [draft.unit.gathered_weight_bytes for draft in drafts if draft.params is not request.compute_tier]
+    """Return number and bytes of the buffers on the compute tier for units whose whole weights are not there for good."""
+    sizes = [draft.unit.gathered_weight_bytes for draft in drafts if not draft.stays_on(request.compute_tier)]
     return min(len(sizes), request.num_weight_slots), max(sizes, default=0)
 
 
@@ -53,7 +53,7 @@ def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
 
 def device_gradient_bytes(request: PlanRequest) -> int:
     """Return the bytes of the one buffer on a GPU that finished gradients leave it from."""
-    largest = max(unit.num_state_elements for unit in request.units)
+    largest = max(unit.num_waiting_elements for unit in request.units)
     return round_up(largest * request.grad_element_bytes, PAGE_BYTES)
 
 
@@ -156,7 +156,7 @@ def _activation_line(request: PlanRequest, drafts: Sequence[Draft]) -> MemoryLin
     num_alive = request.num_micro_batches if request.schedule is Schedule.VERTICAL else 1
     kept = 0
     if not request.recompute:
-        kept = num_alive * sum(d.unit.kept_bytes for d in drafts if d.params is request.compute_tier)
+        kept = num_alive * sum(d.unit.kept_bytes for d in drafts if d.stays_on(request.compute_tier))
     counts = "inputs of units and one unit's working set"
     if kept:
         counts += f", and {format_bytes(kept)} that autograd keeps of units that are not rerun"
@@ -170,7 +170,7 @@ def _weight_traffic(request: PlanRequest, drafts: Sequence[Draft]) -> TrafficLin
     # Where the order turns, the units in the slots are needed again first: the last ones when forward turns into backward,
     # the first ones when backward turns into the next forward, of this step or the next.
     num_slots, _ = weight_slots(request, drafts)
-    slotted = [draft for draft in drafts if draft.params is not request.compute_tier]
+    slotted = [draft for draft in drafts if not draft.stays_on(request.compute_tier)]
     last, first = slotted[len(slotted) - num_slots :], slotted[:num_slots]
     hits = num_passes * (_nvme_weight_bytes(last) + _nvme_weight_bytes(first))
     written = sum(unit.weight_bytes for unit in absent if unit.num_state_elements)

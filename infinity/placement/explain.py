@@ -40,10 +40,12 @@ def cpu_does_not_fit(request: PlanRequest) -> DoesNotFit:
     if smallest is None:
         return _disk_does_not_fit(request)
     lines = memory_lines(request, smallest.drafts, num_tile_slots=smallest.num_tile_slots)
-    ways = [f"--cpu-memory {budget_text(smallest.cpu_bytes)} would do", *_ways_out(request)]
+    num_ranks = request.num_local_ranks
+    ways = [f"--cpu-memory {budget_text(smallest.cpu_bytes * num_ranks)} would do", *_ways_out(request)]
     return DoesNotFit(
-        f"RAM: at least {format_bytes(smallest.cpu_bytes)} needed, {format_bytes(request.cpu_memory_bytes)} available"
-        f"{_nvme_words(request)}{_largest(lines, Tier.CPU)}.",
+        f"RAM: at least {format_bytes(smallest.cpu_bytes * num_ranks)} needed, "
+        f"{format_bytes(request.cpu_memory_bytes * num_ranks)} available{_nvme_words(request)}{_ranks_words(request)}"
+        f"{_largest(lines, Tier.CPU)}.",
         remedy=f"{'; '.join(ways)}.",
     )
 
@@ -72,7 +74,8 @@ def _disk_does_not_fit(request: PlanRequest) -> DoesNotFit:
     ]
     needed = sum(line.num_bytes for line in disk_lines(least))
     return DoesNotFit(
-        f"NVMe: {format_bytes(needed)} needed, {format_bytes(request.nvme_free_bytes or 0)} available.",
+        f"NVMe: {format_bytes(needed * request.num_local_ranks)} needed, "
+        f"{format_bytes((request.nvme_free_bytes or 0) * request.num_local_ranks)} available{_ranks_words(request)}.",
         remedy="Free space, add a directory with --nvme, or choose auto for --offload-optimizer and --offload-params, "
         "so that RAM takes a share.",
     )
@@ -81,7 +84,13 @@ def _disk_does_not_fit(request: PlanRequest) -> DoesNotFit:
 def _nvme_words(request: PlanRequest) -> str:
     if not request.has_nvme:
         return ", no NVMe directory given"
-    return "" if request.nvme_free_bytes is None else f", {format_bytes(request.nvme_free_bytes)} free on NVMe"
+    if request.nvme_free_bytes is None:
+        return ""
+    return f", {format_bytes(request.nvme_free_bytes * request.num_local_ranks)} free on NVMe"
+
+
+def _ranks_words(request: PlanRequest) -> str:
+    return f", for {request.num_local_ranks} ranks together" if request.num_local_ranks > 1 else ""
 
 
 def _largest(lines: tuple[MemoryLine, ...], tier: Tier) -> str:
@@ -96,7 +105,7 @@ def _ways_out(request: PlanRequest) -> list[str]:
     for words, changed in _changes(request):
         needed = smallest_cpu_memory_bytes(changed)
         if needed is not None and needed <= request.cpu_memory_bytes:
-            fitting.append(f"{words} would do with {format_bytes(needed)}")
+            fitting.append(f"{words} would do with {format_bytes(needed * request.num_local_ranks)}")
         if len(fitting) == _MAX_WAYS_OUT:
             break
     return fitting

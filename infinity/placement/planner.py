@@ -109,5 +109,5 @@ def _unit_plan(request: PlanRequest, draft: Draft) -> UnitPlan:
         num_sums=request.num_sums(draft.unit),
         num_tiles=draft.unit.num_tiles,
         cpu_tiles=draft.cpu_tiles,
-        reruns=not draft.unit.is_root and (request.recompute or params is not request.compute_tier),
+        reruns=not draft.unit.is_root and (request.recompute or not draft.stays_on(request.compute_tier)),
     )

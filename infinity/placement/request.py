@@ -39,7 +39,8 @@ class PlanRequest:
     recompute: bool = False  # rerun also the units whose weights stay on the compute tier
     root_bytes: int = 0  # buffers and whatever else stays on the compute tier
     has_nvme: bool = True  # whether a directory was given
-    nvme_free_bytes: int | None = None  # None: not asked
+    nvme_free_bytes: int | None = None  # this rank's part; None: not asked
+    num_local_ranks: int = 1  # that share the machine: what an error says of RAM and disk is for all of them
 
     @property
     def compute_tier(self) -> Tier:
@@ -57,15 +58,15 @@ class PlanRequest:
 
     def num_sums(self, unit: UnitSize) -> int:
         """How many fp32 sums of a unit's gradient wait between micro-batches: one for each visit, or none."""
-        return unit.visits if self.keeps_sums and unit.num_state_elements else 0
+        return unit.visits if self.keeps_sums and unit.num_waiting_elements else 0
 
     def finished_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's finished gradient."""
-        return round_up(unit.num_state_elements * self.grad_element_bytes, PAGE_BYTES)
+        return round_up(unit.num_waiting_elements * self.grad_element_bytes, PAGE_BYTES)
 
     def waiting_bytes(self, unit: UnitSize) -> int:
         """Bytes in which a unit's gradient waits: its sums, in whose place it is finished, or itself alone."""
-        sums = self.num_sums(unit) * round_up(unit.num_state_elements * FP32_BYTES, PAGE_BYTES)
+        sums = self.num_sums(unit) * round_up(unit.num_waiting_elements * FP32_BYTES, PAGE_BYTES)
         return max(sums, self.finished_bytes(unit))
 
     def sums_traffic_bytes(self, unit: UnitSize) -> int:
@@ -78,4 +79,4 @@ class PlanRequest:
         if not num_sums:
             return 0
         num_crossings = num_sums * self.num_micro_batches - (0 if unit.is_root else 1)
-        return num_crossings * round_up(unit.num_state_elements * FP32_BYTES, PAGE_BYTES)
+        return num_crossings * round_up(unit.num_waiting_elements * FP32_BYTES, PAGE_BYTES)

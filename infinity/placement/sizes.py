@@ -13,7 +13,8 @@ class UnitSize:
     parameter_names: tuple[str, ...]  # full names, frozen ones too
     weight_bytes: int  # this rank's part of the compute weights
     gathered_weight_bytes: int  # the whole unit's
-    num_state_elements: int  # this rank's trainable elements, padded; the gradient has as many
+    num_state_elements: int  # trainable elements whose optimizer state this rank has, padded
+    num_waiting_elements: int  # of the finished gradient that waits on this rank, padded
     num_gradient_elements: int  # the whole unit's trainable elements, padded
     tile_bytes: tuple[int, ...]  # the extent of each tile of optimizer state
     visits: int = 1  # calls in one micro-batch; tied weights count each group of calls
@@ -27,3 +28,8 @@ class UnitSize:
     @property
     def state_bytes(self) -> int:
         return sum(self.tile_bytes)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this rank has only its part of the weights, so that every use collects those of the others."""
+        return self.weight_bytes < self.gathered_weight_bytes

@@ -29,6 +29,7 @@ def unit_size(
         weight_bytes=weight_bytes,
         gathered_weight_bytes=weight_bytes,
         num_state_elements=num_elements,
+        num_waiting_elements=num_elements,
         num_gradient_elements=num_elements,
         tile_bytes=tuple(round_up(length * STATE_ELEMENT_BYTES, PAGE_BYTES) for length in lengths),
         visits=visits,
