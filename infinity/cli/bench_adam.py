@@ -12,8 +12,7 @@ import typer
 
 from infinity.cli.bench_outputs import check_outputs, writing
 from infinity.cli.failures import failures_explained
-from infinity.cli.options import parse_path
-from infinity.errors import ConfigError
+from infinity.cli.options import parse_path, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +44,7 @@ def adam(
 ) -> None:
     """Measure the optimizer's kernels against torch's AdamW and against a bare loop over the same bytes."""
     with failures_explained():
-        count = None if parameters is None else _whole_number(parameters)
+        count = None if parameters is None else whole_number(parameters, name="--parameters")
         check_outputs(json, plot)
         # Loads torch: not before everything cheap was checked.
         from rich.console import Console
@@ -68,17 +67,6 @@ def adam(
 
             with writing("--plot", plot):
                 plot_adam(plot, report.results)
-
-
-def _whole_number(text: str) -> int:
-    """Return what "1e8" and "100_000_000" mean. Raises ConfigError for everything that is not a whole number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not value.is_integer():
-        raise ConfigError(f"--parameters: {text!r} is not a whole number.", remedy="Give for example 1e8 or 25000000.")
-    return int(value)
 
 
 def _show(console: Console, report: AdamReport) -> None:

@@ -11,6 +11,7 @@ from infinity.cli.bench import app as bench
 from infinity.cli.clean import clean
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import failures_explained
+from infinity.cli.plan import plan
 from infinity.cli.train import train
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command(name="train")(train)
+app.command(name="plan")(plan)
 app.command(name="clean")(clean)
 app.command(name="doctor")(doctor)
 app.add_typer(bench, name="bench")

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from infinity.errors import ConfigError
+
 # Options that stand for one key of the configuration, by the parameter that holds them. Where one is not given, the
 # configuration file, --set or the program's own choice decides.
 KEYS = {
@@ -63,6 +65,17 @@ def parse_path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("'' is not a path.")
     return Path(text)
+
+
+def whole_number(text: str, *, name: str) -> int:
+    """Return what "1e8" and "100_000_000" mean. Raises ConfigError that names the option for what is no whole number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value.is_integer():
+        raise ConfigError(f"{name}: {text!r} is not a whole number.", remedy="Give for example 1e8 or 25000000.")
+    return int(value)
 
 
 def _place(panel: str, flag: str, text: str, metavar: str, default: str = "") -> Any:

@@ -7,23 +7,20 @@ import shutil
 import torch
 
 from infinity.aio.select import Probe, works_in_all
-from infinity.byte_sizes import MIB, format_bytes
+from infinity.byte_sizes import format_bytes
 from infinity.config.optimizer import OptimizerSection
 from infinity.config.scheduler import SchedulerSection
 from infinity.engine import Engine, initialize
 from infinity.memory.host_allocator import tune_host_allocator
 from infinity.models.gpt import build_meta_gpt, parameter_initializer
-from infinity.models.presets import activation_bytes, block_kept_bytes, parameter_count
+from infinity.models.presets import block_kept_bytes, parameter_count
 from infinity.optim.kernel import choose_kernel
-from infinity.placement import Plan
+from infinity.placement import Plan, Schedule
 from infinity.store.checksums import checksum_kernels
+from infinity.train.activation_budget import activation_budget_bytes
 from infinity.train.preflight import STATE_BYTES_PER_PARAMETER, Checked
 from infinity.train.reporter import Reporter, Row
 from infinity.train.summary import io_words
-
-# What the C library's allocator keeps above the tensors that are alive.
-_ALLOCATOR_SHARE = 1.25
-_ALLOCATOR_BYTES = 24 * MIB
 
 
 def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
@@ -35,15 +32,14 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     tune_host_allocator()  # before the model's first buffer: torch asks for huge pages then or never
     model = build_meta_gpt(checked.gpt, dtype)
-    is_vertical = config.infinity.schedule == "vertical"
-    estimate = activation_bytes(
+    activations = activation_budget_bytes(
         checked.gpt,
         micro_batch_size=checked.batch.micro_batch_size,
         seq_len=options.seq_len,
-        num_micro_batches=checked.batch.num_micro_batches if is_vertical else 1,
+        num_micro_batches=checked.batch.num_micro_batches,
+        schedule=Schedule(config.infinity.schedule),
         dtype_bytes=dtype.itemsize,
     )
-    activations = int(estimate * _ALLOCATOR_SHARE) + _ALLOCATOR_BYTES
     block_bytes = block_kept_bytes(
         checked.gpt,
         micro_batch_size=checked.batch.micro_batch_size,

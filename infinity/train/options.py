@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ DEFAULT_STEPS = 300
 DEFAULT_SEQ_LEN = 256
 DEFAULT_KEEP = 2
 DEFAULT_EVAL_BATCHES = 8
+DEFAULT_MICRO_BATCH_SIZE, DEFAULT_NUM_MICRO_BATCHES = 2, 2
 
 _CHOSEN = "chosen by infinity train"
-_MICRO_BATCH_SIZE, _NUM_MICRO_BATCHES = 2, 2
 _WARMUP_STEPS = 10
 # Peak learning rate by parameter count: smaller models bear larger ones.
 _LEARNING_RATES = ((60e6, 1e-3), (300e6, 6e-4), (3e9, 3e-4), (float("inf"), 1.5e-4))
@@ -63,8 +63,8 @@ def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_nativ
         **_schedule(given, max(1, steps)),
     }
     if given.train_batch_size is None:
-        chosen["train_micro_batch_size_per_gpu"] = _MICRO_BATCH_SIZE
-        chosen["gradient_accumulation_steps"] = _NUM_MICRO_BATCHES
+        chosen["train_micro_batch_size_per_gpu"] = DEFAULT_MICRO_BATCH_SIZE
+        chosen["gradient_accumulation_steps"] = DEFAULT_NUM_MICRO_BATCHES
     return Config.from_layers(layers, Layer(_CHOSEN, chosen))
 
 
@@ -91,15 +91,20 @@ def native_bf16(cpu_info: Path = _CPU_INFO, devices: Path = _DEVICES) -> bool:
 
 def check_counts(options: TrainOptions) -> None:
     """Raise ConfigError for a count below 1 or a share that leaves nothing."""
-    for name, value in (
+    require_at_least_one((
         ("--steps", options.steps), ("--seq-len", options.seq_len), ("--keep", options.keep),
         ("--eval-batches", options.eval_batches), ("--eval-every", options.eval_every),
         ("--checkpoint-every", options.checkpoint_every),
-    ):  # fmt: skip
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}: {value} is too small.", remedy="Give at least 1.")
+    ))  # fmt: skip
     if not 0 <= options.hold_out < 1:
         raise ConfigError(f"--hold-out: {options.hold_out} is no share.", remedy="Give a number from 0 to below 1.")
+
+
+def require_at_least_one(counts: Iterable[tuple[str, int | None]]) -> None:
+    """Raise ConfigError for the first count below 1; None is a count that was not given."""
+    for name, value in counts:
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: {value} is too small.", remedy="Give at least 1.")
 
 
 def _learning_rate(num_parameters: int) -> float:

@@ -32,6 +32,11 @@ BENCH_NVME_OPTIONS = {
     "--against", "--json", "--plot",
 }  # fmt: skip
 BENCH_ADAM_OPTIONS = {"--parameters", "--kernel", "--threads", "--rounds", "--json", "--plot"}
+PLAN_OPTIONS = {
+    "--model", "--parameters", "--num-gpus", "--num-ranks", "--stage", "--precision", "--micro-batch-size",
+    "--micro-batches", "--seq-len", "--schedule", "--gpu-memory", "--cpu-memory", "--nvme-space", "--offload-optimizer",
+    "--offload-params", "--json",
+}  # fmt: skip
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -45,6 +50,7 @@ def shown_options(*command: str) -> set[str]:
 def test_the_options_are_the_promised_ones() -> None:
     """The sets of options are frozen: adding one changes this test, renaming one breaks users."""
     assert shown_options("train") == TRAIN_OPTIONS
+    assert shown_options("plan") == PLAN_OPTIONS
     assert shown_options("clean") == {"--list", "--checkpoints"}
     assert shown_options("doctor") == {"--nvme", "--json"}
     assert shown_options("bench", "nvme") == BENCH_NVME_OPTIONS
@@ -55,7 +61,7 @@ def test_the_options_are_the_promised_ones() -> None:
 def test_the_readme_explains_every_option() -> None:
     """Every option of the commands is in README.md."""
     readme = (ROOT / "README.md").read_text()
-    promised = TRAIN_OPTIONS | BENCH_NVME_OPTIONS | BENCH_ADAM_OPTIONS | {"--list", "--checkpoints", "--json"}
+    promised = TRAIN_OPTIONS | PLAN_OPTIONS | BENCH_NVME_OPTIONS | BENCH_ADAM_OPTIONS | {"--list", "--checkpoints", "--json"}
     missing = [option for option in promised if not re.search(rf"{option}\b", readme)]
     assert missing == []
 
