@@ -54,10 +54,18 @@ class NativeCollectives:
         self._error: CommError | None = None
 
     def all_gather(self, entry: Entry, shard: Tensor, into: Tensor) -> Handle[None]:
-        return self._handle(lambda: dist.all_gather_into_tensor(into, shard, self._group, async_op=True), shard, into)
+        return self._handle(
+            lambda: _named("all_gather_single", "all_gather_into_tensor")(into, shard, group=self._group, async_op=True),
+            shard,
+            into,
+        )
 
     def reduce_scatter(self, entry: Entry, flat: Tensor, into: Tensor) -> Handle[None]:
-        return self._handle(lambda: dist.reduce_scatter_tensor(into, flat, group=self._group, async_op=True), flat, into)
+        return self._handle(
+            lambda: _named("reduce_scatter_single", "reduce_scatter_tensor")(into, flat, group=self._group, async_op=True),
+            flat,
+            into,
+        )
 
     def all_reduce(self, entry: Entry, flat: Tensor, own: Tensor) -> Handle[None]:
         self.reduce_scatter(entry, flat, own).wait()  # the host goes on where the backend has streams
@@ -98,3 +106,9 @@ def open_native_collectives(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     group = dist.new_group(backend=backend)
     return NativeCollectives(backend, device_type, group, watch, owns_default=owns_default)
+
+
+def _named(name: str, older_name: str) -> Callable[..., dist.Work | None]:
+    """Return a collective of torch.distributed by the name that this version of torch has for it."""
+    collective: Callable[..., dist.Work | None] = getattr(dist, name if hasattr(dist, name) else older_name)
+    return collective

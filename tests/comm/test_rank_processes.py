@@ -45,6 +45,7 @@ def test_three_processes_work_together_and_two_survive_the_third() -> None:
     finally:
         for rank in ranks:
             rank.kill()
+    assert not any("Warning" in stderr for _, stderr in outputs), outputs
     assert [rank.returncode for rank in ranks] == [8, -signal.SIGKILL, 8], outputs
     for rank, (stdout, _) in enumerate(outputs):
         said = [json.loads(line) for line in stdout.splitlines()]
