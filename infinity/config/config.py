@@ -34,7 +34,6 @@ class Config(Section):
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: float = Field(default=1.0, ge=0.0)  # global norm; 0 switches clipping off
     seed: Seed = 0
-    steps_per_print: Count | None = None
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     bf16: Bf16Section = Bf16Section()

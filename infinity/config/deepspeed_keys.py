@@ -59,6 +59,7 @@ KNOWN: dict[str, KnownKey] = {
     "gradient_allreduce_op": _refused("supports only the mean over ranks", "mean", kind=str),
     "sparse_gradients": _refused("is not supported: gradients are dense", False),
     "disable_allgather": _refused("is not supported", False),
+    "steps_per_print": KnownKey((int, float, type(None)), "has no effect because every step is shown"),
     "dump_state": KnownKey(bool, "has no effect because the resolved configuration is always saved"),
     "wall_clock_breakdown": KnownKey(bool, "has no effect because step times are always in the metrics"),
     "memory_breakdown": KnownKey(bool, "has no effect because the memory report is always kept"),

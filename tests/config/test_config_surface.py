@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import infinity
 from infinity.config import Config
 from infinity.config.config import SCHEMA
 from infinity.config.deepspeed_keys import ALIASES, INNER_KEYS, KNOWN, SWITCHED_SECTIONS
@@ -19,7 +22,6 @@ FIELDS: dict[str, object] = {
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 0.5,
     "seed": 7,
-    "steps_per_print": 10,
     "optimizer.type": "Adam",
     "optimizer.params.lr": 0.25,
     "optimizer.params.betas": [0.8, 0.95],
@@ -97,7 +99,7 @@ gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
 managed_gradient_accumulation memory_breakdown optimizer.legacy_fusion optimizer.params.amsgrad
 optimizer.params.bias_correction optimizer.params.fp32_optimizer_states optimizer.params.torch_adam prescale_gradients
 scheduler.params.decay_mom_rate scheduler.params.last_batch_iteration
-seq_parallel_communication_data_type sequence_parallel_size sparse_gradients tensorboard timers
+seq_parallel_communication_data_type sequence_parallel_size sparse_gradients steps_per_print tensorboard timers
 use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
 zero_force_ds_cpu_optimizer zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions
 zero_optimization.allgather_sequential zero_optimization.contiguous_gradients zero_optimization.cpu_offload
@@ -163,6 +165,15 @@ def test_every_key_takes_a_value_and_keeps_it(key: str) -> None:
     assert sourced.value == FIELDS[key] != Config.from_any(None).sources()[key].value
     assert sourced.source == "config"
     assert Config.from_any(config.effective()).effective() == config.effective()
+
+
+def test_every_field_is_read_by_somebody() -> None:
+    """C135: a key that a section holds is looked up somewhere in the program; else it would be ignored in silence."""
+    package = Path(infinity.__file__).parent
+    tables = {package / "config" / name for name in ("deepspeed_keys.py", "scheduler.py")}
+    source = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")) if path not in tables)
+    unread = [path for path in FIELDS if not re.search(rf"""[."']{path.rpartition(".")[2]}\b""", source)]
+    assert [path for path in unread if not path.startswith("fp16.")] == []  # fp16 is refused until it is read
 
 
 @pytest.mark.parametrize("key", sorted(KNOWN))
