@@ -20,13 +20,19 @@ _HOMES = {
     "Placement": "infinity.placement",
     "StepResult": "infinity.engine",
     "StorageError": "infinity.errors",
+    "add_config_arguments": "infinity.engine",
+    "init_distributed": "infinity.engine",
     "initialize": "infinity.engine",
 }
+# Parts of the surface that ZeRO's users reach as modules.
+_MODULES = {"utils": "infinity.engine.fragments", "zero": "infinity.zero"}
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [*sorted({*_HOMES, *_MODULES}), "__version__"]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
@@ -34,4 +40,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,16 @@ from infinity.engine.activations import ActivationMeter, open_activation_meter
 from infinity.engine.cut import CutModel, cut
 from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
-from infinity.engine.engine import Engine, EngineParts
+from infinity.engine.engine import Engine
+from infinity.engine.groups import Groups, put_into_place
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
 from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_course_schedule, build_torch_schedule
 from infinity.engine.model_settings import settle_model
-from infinity.engine.optimizer import Optimizer, build_optimizer
+from infinity.engine.optimizer import Optimizer
+from infinity.engine.parameter_states import StateAccess, open_states
+from infinity.engine.parts import EngineParts
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import (
     ActivationSizes,
@@ -38,6 +41,7 @@ from infinity.engine.planned import (
     residencies_of,
     shares_of,
 )
+from infinity.engine.ranks import Ranks
 from infinity.engine.reserve import (
     open_device_gradient,
     open_gradient_slots,
@@ -45,7 +49,7 @@ from infinity.engine.reserve import (
     open_weight_slots,
 )
 from infinity.engine.results import IoFacts
-from infinity.engine.take_over import free_values, move_buffers, refuse_loading, require_own_weights, take_over
+from infinity.engine.take_over import free_values, move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
@@ -80,72 +84,45 @@ from infinity.zero.weights import Slot, Weights
 _MAX_SPANS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Initialized:
-    """The result of `initialize`; also unpacks as (engine, optimizer, dataloader, lr_scheduler)."""
-
-    engine: Engine
-    optimizer: Optimizer
-    dataloader: None
-    lr_scheduler: LrSchedule
-
-    def __iter__(self) -> Iterator[object]:
-        return iter((self.engine, self.optimizer, self.dataloader, self.lr_scheduler))
-
-
-def initialize(
+def build_engine(
     *,
     model: nn.Module,
-    config: Config | Mapping[str, object] | str | Path | None = None,
-    placement: Placement | None = None,
-    lr_scheduler: GivenScheduler | None = None,
-    init: Initializer | None = None,
-    activation_bytes: int | None = None,
-    kept_bytes: Callable[[str], int] | None = None,
-    run_name: str = "run",
-    num_steps: int | None = None,
-    adopt: Path | None = None,
-    probed: Mapping[Path, Probe] | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
-) -> Initialized:
-    """Take over a module for training and return its engine.
-
-    `config` is a dict with DeepSpeed's keys, the path of a JSON file, or a Config. `placement` says what lives in which
-    tier, by default what the configuration asks for. `lr_scheduler` takes the place of the section `scheduler`: a scheduler
-    of torch, or a function that makes one over the optimizer that it is given. The model may be on the meta device:
-    `init(module, name)` or each module's reset_parameters() then gives its values, one module at a time. `activation_bytes`
-    is what torch will need inside units, and `kept_bytes(unit name)` what autograd keeps of one micro-batch of a unit whose
-    weights stay, where they are known. `num_steps` is the length of the run, which linear and cosine schedules need.
-    `adopt` is a checkpoint that is to be loaded next: one that was committed in place can only be taken over here.
-    `probed` is what was found to work in NVMe directories, by real path, where that was tried already.
-    `on_plan` is called with the plan, and what each directory will take, before any of it is reserved.
-
-    Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError, and IllegalTransition for a model that an engine
-    has or had; nothing is left behind then, and the model is as it was.
-    """
-    resolved = Config.from_any(config)
-    optimizer = build_optimizer(resolved.optimizer)
+    config: Config,
+    groups: Groups,
+    ranks: Ranks,
+    placement: Placement | None,
+    lr_scheduler: GivenScheduler | None,
+    init: Initializer | None,
+    activation_bytes: int | None,
+    kept_bytes: Callable[[str], int] | None,
+    run_name: str,
+    num_steps: int | None,
+    adopt: Path | None,
+    probed: Mapping[Path, Probe] | None,
+    on_plan: Callable[[Plan], None] | None,
+) -> Engine:
+    """Return the engine of a module; see `initialize`. After any error nothing is left behind and the model is as it was."""
+    optimizer = Optimizer(list(groups.values), groups.decoupled)
     if lr_scheduler is None:
-        lr_schedule: LrSchedule = build_course_schedule(resolved.scheduler, optimizer.param_groups, num_steps)
+        lr_schedule: LrSchedule = build_course_schedule(config.scheduler, optimizer.param_groups, num_steps)
     else:
         lr_schedule = build_torch_schedule(lr_scheduler, optimizer.param_groups)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
-    require_own_weights(model)
-    pieces = cut(model, resolved)
-    asked = placement or Placement.from_config(resolved)
+    pieces = cut(model, config, groups.index_of)
+    asked = placement or Placement.from_config(config)
     adopted = adoption(adopt) if adopt is not None else None
     recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None
-    plan = plan_for(pieces, resolved, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
+    plan = plan_for(pieces, config, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
     if adopted is not None:
         adopted.require_shares([shares_of(unit) for unit in plan.units])
     placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
     with ExitStack() as undo, ExitStack() as resources:
         directories = open_directories(
-            resolved,
+            config,
             placed,
-            grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(resolved)],
+            grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(config)],
             spare_memory_bytes=max(0, dict(plan.budgets)[Tier.CPU] - plan.memory_bytes(Tier.CPU)),
             adopted=adopted,
             probed=probed or {},
@@ -156,7 +133,9 @@ def initialize(
             on_plan(plan)
         request = EngineRequest(
             model=model,
-            config=resolved,
+            config=config,
+            groups=groups,
+            ranks=ranks,
             pieces=pieces,
             plan=plan,
             placed=placed,
@@ -169,15 +148,15 @@ def initialize(
             adopted=adopted,
             base_bytes=base_bytes,
             notes=(
-                *resolved.notes(),
-                *_schedule_notes(resolved, lr_scheduler),
+                *config.notes(),
+                *groups.notes,
+                *_schedule_notes(config, lr_scheduler),
                 *allocator.notes,
                 *placement_notes(asked, pieces, compute),
                 *directories.notes,
             ),
         )
-        engine = _compose(request, resources, undo)
-    return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
+        return _compose(request, resources, undo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +165,8 @@ class EngineRequest:
 
     model: nn.Module
     config: Config
+    groups: Groups
+    ranks: Ranks
     pieces: CutModel
     plan: Plan
     placed: Shards
@@ -292,6 +273,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer = request.optimizer
+    outside = {id(use.parameter): shard.outside[use.name] for shard in shards for use in shard.group.uses}
+    put_into_place(request.groups, outside, undo)
     updater = Updater(
         shards=shards,
         gradients=gradients,
@@ -323,6 +306,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     weights.expect(order.vertical_sequence(walk.groups))
     recorder.take_counters()  # what initialisation wrote belongs to no step
     io_facts = io_engine.facts
+    vertical = VerticalSchedule(walk, weights, order, recorder, device)
+    everything = _closed_at_exit(resources.pop_all())
     engine = Engine(
         EngineParts(
             module=model,
@@ -334,19 +319,32 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             walk=walk,
             weights=weights,
             order=order,
-            vertical=VerticalSchedule(walk, weights, order, recorder, device),
+            vertical=vertical,
             randomness=randomness,
             updater=updater,
             optimizer=optimizer,
             lr_schedule=request.lr_schedule,
             persistence=persistence,
             activations=activations,
-            num_micro_batches=config.batch(1).num_micro_batches,
+            batch=config.batch(request.ranks.world_size),
+            ranks=request.ranks,
             io=IoFacts(io_engine.name, io_facts.registered_files, io_facts.registered_buffers),
             notes=(*request.notes, *model_notes, *io_facts.notes),
-            resources=_closed_at_exit(resources.pop_all()),
+            resources=everything,
         )
     )
+    optimizer.serve(engine.step, engine.zero_grad)
+    states = StateAccess(
+        door=engine,
+        store=store,
+        weights=weights,
+        gradients=gradients,
+        master=persistence.master,
+        staging=slots[0].host,
+        ledger=ledger,
+        compute_tier=compute.tier,
+    )
+    everything.callback(open_states(shards, states))
     undo.pop_all()  # nothing can fail any more: what would put the model back is let go of
     free_values(shards)
     return engine

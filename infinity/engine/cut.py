@@ -54,8 +54,8 @@ class CutModel:
         return round_up(sum(seen.values()), PAGE_BYTES)
 
 
-def cut(model: nn.Module, config: Config) -> CutModel:
-    """Cut the model into units and lay out the shards of one rank.
+def cut(model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int]) -> CutModel:
+    """Cut the model into units and lay out the shards of one rank; `group_of` gives a parameter's optimizer group.
 
     Raises ModelError for a compiled model, parameters that are not floating-point numbers, and buffers without values.
     """
@@ -64,13 +64,17 @@ def cut(model: nn.Module, config: Config) -> CutModel:
     dtype = "bfloat16" if config.bf16.enabled else "float32"
     tile_elements = tile_elements_of(config.infinity.tile_bytes, dtype)
     layouts = tuple(
-        shard_layout(group.index, group.name, _specs(group.uses, dtype), tile_elements=tile_elements) for group in groups
+        shard_layout(group.index, group.name, _specs(group.uses, dtype, group_of), tile_elements=tile_elements)
+        for group in groups
     )
     return CutModel(units, groups, layouts, tile_elements)
 
 
-def _specs(uses: Sequence[ParameterUse], dtype: str) -> list[ParameterSpec]:
-    return [ParameterSpec(use.name, tuple(use.parameter.shape), dtype, use.parameter.requires_grad) for use in uses]
+def _specs(uses: Sequence[ParameterUse], dtype: str, group_of: Callable[[nn.Parameter], int]) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(use.name, tuple(use.parameter.shape), dtype, use.parameter.requires_grad, group_of(use.parameter))
+        for use in uses
+    ]
 
 
 def _require_plain(model: nn.Module) -> None:

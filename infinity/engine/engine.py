@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,15 +12,16 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.activations import ActivationMeter
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
 from infinity.engine.gate import gated
 from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
-from infinity.engine.persistence import Persistence
-from infinity.engine.results import IoFacts, StepResult
-from infinity.engine.update import Updater
+from infinity.engine.parts import EngineParts
+from infinity.engine.passes import Passes
+from infinity.engine.persistence import StepCounts
+from infinity.engine.results import IoFacts, StepResult, step_result
+from infinity.engine.tags import LoadedCheckpoint
 from infinity.errors import ConfigError, Diverged, IllegalTransition, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.placement.plan import Plan
@@ -29,37 +29,6 @@ from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.horizontal import run_horizontally
 from infinity.zero.micro_batch import MicroBatch
-from infinity.zero.order import UnitOrder
-from infinity.zero.randomness import Randomness
-from infinity.zero.vertical import VerticalSchedule
-from infinity.zero.walk import Walk
-from infinity.zero.weights import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """Everything that an engine is composed of; `build.py` puts it together."""
-
-    module: nn.Module
-    config: Config
-    plan: Plan
-    device: torch.device
-    ledger: Ledger
-    recorder: Recorder
-    walk: Walk
-    weights: Weights
-    order: UnitOrder
-    vertical: VerticalSchedule
-    randomness: Randomness
-    updater: Updater
-    optimizer: Optimizer
-    lr_schedule: LrSchedule
-    persistence: Persistence
-    activations: ActivationMeter
-    num_micro_batches: int
-    io: IoFacts
-    notes: tuple[str, ...]  # what was not available, in sentences
-    resources: ExitStack
 
 
 class Engine:
@@ -72,10 +41,9 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._lifecycle = Lifecycle("engine", EngineState.READY, MOVES)
-        self._num_forwards = 0  # micro-batches begun since the last step
-        self._num_backwards = 0  # that began; fewer have ended where one failed
-        self._num_backwards_ended = 0
-        self._step_number = 0  # changes with every step that is taken or discarded
+        self._passes = Passes(parts.batch.num_micro_batches)
+        self._step_was_applied = False
+        self.micro_steps = 0  # micro-batches that have run backward
         self.global_steps = 0  # steps taken, skipped ones included
         self.skipped_steps = 0
         self.last_grad_norm: float | None = None
@@ -123,7 +91,7 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was not available or was chosen without being asked for, in sentences."""
+        """What was not available or was chosen unasked, in sentences."""
         return self._parts.notes
 
     @property
@@ -135,9 +103,39 @@ class Engine:
         """The learning rate of the next step."""
         return self._parts.lr_schedule.lr
 
+    @property
+    def global_rank(self) -> int:
+        return self._parts.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._parts.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._parts.ranks.world_size
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step, over all ranks."""
+        return self._parts.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._parts.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._parts.batch.num_micro_batches
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of the next step, by parameter group."""
+        return self._parts.lr_schedule.get_last_lr()
+
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient before clipping; None before the first step."""
         return self.last_grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last call of `step` or `train_batch` changed weights: it was at a boundary and not skipped."""
+        return self._step_was_applied
 
     # Vertical
 
@@ -175,6 +173,7 @@ class Engine:
             except BaseException:
                 self._abandon_step()
                 raise
+        self.micro_steps += len(batches)
         return self._take_step([float(loss) for loss in losses], shares)
 
     # Horizontal, as users know it
@@ -194,12 +193,12 @@ class Engine:
             with self._failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
                 return parts.module(*args, **kwargs)
         self._forget_failed_backward()
-        index = self._num_forwards
+        index = self._passes.num_forwards
         micro_batch = MicroBatch(index, index)
         self._begin_forward()
-        if index == 0 and parts.num_micro_batches > 1:
+        if index == 0 and self._passes.sums_outlast:
             parts.walk.sums.outlast_micro_batches()
-        self._num_forwards += 1
+        self._passes.num_forwards += 1
         with self._failing_on_io(), parts.randomness.borrowed():
             parts.walk.begin(micro_batch)
             try:
@@ -211,8 +210,8 @@ class Engine:
                 parts.walk.end()
         if not parts.order.known:
             parts.order.learn(micro_batch.visits)
-            parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.num_micro_batches))
-        return gated(output, self, self._step_number)
+            parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.batch.num_micro_batches))
+        return gated(output, self, self._passes.step_number)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step.
@@ -229,21 +228,34 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` takes an optimizer step: every micro-batch has run backward."""
-        return self._num_backwards >= self._parts.num_micro_batches
+        return self._passes.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether `step` takes an optimizer step, instead of counting backward passes; None counts again.
+
+        What gradients are divided by stays the configured number of micro-batches.
+        """
+        self._passes.say(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Only sum gradients inside the block: the step's last micro-batch, and `step`, come after it."""
+        return self._passes.hold_back()
 
     def step(self) -> None:
         """Take the optimizer step at the boundary of a step's micro-batches; before it, do nothing."""
         self._require_usable()
+        self._passes.require_step()
         self._forget_failed_backward()
+        self._step_was_applied = False
         if self.is_gradient_accumulation_boundary():
             with self._failing_on_io():
                 self._parts.walk.sums.finish()
                 self._take_step([], [])
 
     def zero_grad(self) -> None:
-        """Discard the step that was begun: its forward passes, and what their backward passes have summed.
+        """Discard the step that was begun, if any: its forward passes, and what their backward passes have summed.
 
-        There is nothing to discard after `step` has taken it. Raises IllegalTransition while the module runs.
+        Raises IllegalTransition while the module runs.
         """
         self._require_usable()
         self._require_idle("zero_grad")
@@ -264,7 +276,26 @@ class Engine:
         """Make every pending update and wait until all of it is in its tier."""
         self._require_usable()
         with self._failing_on_io():
-            self._drain()
+            self._parts.updater.drain()
+            self._parts.weights.settle()
+
+    def finish_gradients(self) -> None:
+        """Make the gradients of a step final before `step` does, so that they may be read and set.
+
+        Raises IllegalTransition before the last backward of the step.
+        """
+        self._require_usable()
+        self._require_idle("Reading gradients")
+        self._forget_failed_backward()
+        self._passes.finish()
+        with self._failing_on_io():
+            self._parts.walk.sums.finish()
+
+    def require_no_graph(self, call: str) -> None:
+        """Raise IllegalTransition while a backward is to come whose forward has used the weights."""
+        self._require_usable()
+        self._require_idle(call)
+        self._passes.require_no_graph(call)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, fp32 master value on the CPU) of every parameter, one at a time."""
@@ -277,35 +308,32 @@ class Engine:
         return self._parts.persistence.state_dict()
 
     def save_checkpoint(
-        self, directory: str | Path, *, extra: Mapping[str, object] | None = None, keep: int | None = None
-    ) -> Path:
-        """Write `<directory>/step-<n>` and return its path; `extra` is JSON-able and comes back from `load_checkpoint`.
+        self, directory: str | Path, tag: str | None = None, client_state: Mapping[str, object] | None = None,
+        *, keep: int | None = None,
+    ) -> Path:  # fmt: skip
+        """Write `<directory>/step-<n>`, with a tag `<directory>/<tag>/step-<n>`, and return its path.
 
-        With `keep`, only the newest that many complete checkpoints remain, unless this one had to be committed in place.
-        Raises CheckpointError, SwapSpaceError.
+        `client_state` is JSON-able and comes back from `load_checkpoint`. With `keep`, only the newest that many complete
+        ones remain there, unless this one had to be committed in place. Raises CheckpointError, SwapSpaceError.
         """
         self.synchronize()
-        return self._parts.persistence.save(
-            Path(directory),
-            global_step=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            extra=dict(extra or {}),
-            keep=keep,
-        )
+        steps = StepCounts(self.global_steps, self.skipped_steps)
+        return self._parts.persistence.save(Path(directory), tag, steps, extra=dict(client_state or {}), keep=keep)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, object]:
-        """Load a checkpoint (its own directory, or one that holds several: the newest complete one); return its `extra`.
+    def load_checkpoint(self, path: str | Path, tag: str | None = None) -> LoadedCheckpoint:
+        """Load a checkpoint and return (its path, its client_state).
 
-        Raises CheckpointError and its kinds; then the engine's state is as before, except after an error of reading.
-        Raises IllegalTransition in the middle of a step of the familiar loop.
+        `path` is its own directory, or one that `save_checkpoint` was given: then of this tag, else of the tag saved last,
+        the newest complete one. Raises CheckpointError and its kinds; then the engine's state is as before, except after an
+        error of reading. Raises IllegalTransition in the middle of a step of the familiar loop.
         """
         self._begin_anew("load_checkpoint")
         self.synchronize()
         with self._failing_on_io():
-            restored = self._parts.persistence.load(Path(path))
-        self.global_steps, self.skipped_steps = restored.global_step, restored.skipped_steps
+            restored = self._parts.persistence.load(Path(path), tag)
+        self.global_steps, self.skipped_steps = restored.steps.taken, restored.steps.skipped
         self._parts.randomness.step = self.global_steps
-        return restored.extra
+        return LoadedCheckpoint(restored.path, restored.extra)
 
     def memory_report(self) -> tuple[LedgerLine, ...]:
         """Return used and peak bytes for each tier and owner."""
@@ -342,25 +370,22 @@ class Engine:
 
     def backward_begins(self, step_number: int) -> float:
         """Called by the gate when a backward reaches it; returns what its gradients are multiplied by."""
-        if step_number != self._step_number:
-            raise IllegalTransition(
-                "A loss was backpropagated whose step is over: it was taken, or discarded after an error or by zero_grad.",
-                remedy="Call backward before engine.step(), for the losses of the forward passes since the last one.",
-            )
+        self._passes.require_backward(step_number)
         self._lifecycle.to(EngineState.BACKWARD)
-        self._num_backwards += 1
+        self._passes.num_backwards += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.is_gradient_accumulation_boundary():
             self._parts.walk.sums.open()
-        return 1.0 / self._parts.num_micro_batches
+        return 1.0 / self._parts.batch.num_micro_batches
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that did not fail."""
-        self._num_backwards_ended += 1
+        self._passes.num_backwards_ended += 1
+        self.micro_steps += 1
 
     def _forget_failed_backward(self) -> None:
         """Discard the step if a plain `loss.backward()` failed: part of its gradient was summed already."""
-        if self._num_backwards != self._num_backwards_ended:
+        if self._passes.has_failed:
             self._abandon_step()
 
     def _take_step(self, losses: list[float], shares: Sequence[float]) -> StepResult:
@@ -381,39 +406,19 @@ class Engine:
         self.global_steps += 1
         self.skipped_steps += update.skipped
         self.last_grad_norm = update.grad_norm
-        self._forget_passes()
+        self._step_was_applied = not update.skipped
+        self._passes.forget()
         self._lifecycle.to(EngineState.READY)
-        return StepResult(
-            step=self.global_steps,
-            loss=sum(loss * share for loss, share in zip(losses, shares, strict=True)),
-            losses=tuple(losses),
-            grad_norm=update.grad_norm,
-            clip_coefficient=update.clip_coefficient,
-            lr=update.lr,
-            skipped=update.skipped,
-            first_not_finite=update.first_not_finite,
-            unit_loads=counters.get("unit_loads", 0),
-            nvme_read_bytes=counters.get("nvme_read_bytes", 0),
-            nvme_write_bytes=counters.get("nvme_write_bytes", 0),
-            gradient_spill_bytes=counters.get("gradient_spill_bytes", 0),
-        )
+        return step_result(self.global_steps, losses, shares, update, counters)
 
     def _abandon_step(self) -> None:
         """A forward or backward failed: forget the step; the states are those of the step before."""
         with self._failing_on_io():
             self._parts.walk.sums.discard()
             self._parts.updater.discard()
-        self._forget_passes()
+        self._passes.forget()
         if self._lifecycle.state not in (EngineState.READY, *ENDS):
             self._lifecycle.to(EngineState.READY)
-
-    def _forget_passes(self) -> None:
-        self._num_forwards = self._num_backwards = self._num_backwards_ended = 0
-        self._step_number += 1
-
-    def _drain(self) -> None:
-        self._parts.updater.drain()
-        self._parts.weights.settle()
 
     def _require_usable(self) -> None:
         if self._lifecycle.state in ENDS:
@@ -426,16 +431,12 @@ class Engine:
         self._require_usable()
         self._require_idle(call)
         self._forget_failed_backward()
-        if self._num_backwards:
-            raise IllegalTransition(
-                f"{call} was called {self._num_backwards} of {self._parts.num_micro_batches} backward passes into a step.",
-                remedy="Finish that step with engine.step() after the last of them, or discard it with engine.zero_grad().",
-            )
-        if self._num_forwards:
+        self._passes.require_none_waiting(call)
+        if self._passes.num_forwards:
             self._abandon_step()
 
     def _require_idle(self, call: str) -> None:
-        is_in_train_batch = self._lifecycle.state is not EngineState.READY and not self._num_forwards
+        is_in_train_batch = self._lifecycle.state is not EngineState.READY and not self._passes.num_forwards
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_train_batch or is_in_backward or self._parts.walk.micro_batch is not None:
             raise IllegalTransition(

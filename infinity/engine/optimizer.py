@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from infinity.config.optimizer import OptimizerSection
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, IllegalTransition
 from infinity.optim.hyper import GroupHyper
 
 
@@ -15,29 +15,43 @@ from infinity.optim.hyper import GroupHyper
 class Optimizer:
     """Adam or AdamW over all trainable parameters. `param_groups` may be changed between steps, as in torch.optim.
 
-    But for `lr`, which every step sets from the schedule, and for `betas` where it cycles momentum. The update itself is
-    `engine.step()`.
+    But for `lr`, which every step sets from the schedule, and for `betas` where it cycles momentum.
     """
 
-    param_groups: list[dict[str, object]]
+    param_groups: list[dict[str, Any]]
     decoupled: bool
     steps: dict[str, int] = field(default_factory=dict)  # updates made, by parameter name
+    num_groups: int = field(init=False)  # as initialize was given them
+    _take_step: Callable[[], None] = field(default_factory=lambda: _has_no_engine)
+    _discard_step: Callable[[], None] = field(default_factory=lambda: _has_no_engine)
+
+    def __post_init__(self) -> None:
+        self.num_groups = len(self.param_groups)
+
+    def serve(self, take_step: Callable[[], None], discard_step: Callable[[], None]) -> None:
+        """Let `step` and `zero_grad` be the engine's (called once, by what composes it)."""
+        self._take_step, self._discard_step = take_step, discard_step
+
+    def step(self) -> None:
+        """The same as `engine.step()`."""
+        self._take_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The same as `engine.zero_grad()`: after `step` there is nothing to discard."""
+        self._discard_step()
 
     def hyper(self) -> tuple[GroupHyper, ...]:
-        """Return a snapshot of every group's hyper-parameters. Raises ConfigError for what is none."""
+        """Return a snapshot of every group's hyper-parameters. Raises ConfigError for what is none and for groups added."""
+        if len(self.param_groups) != self.num_groups:
+            raise ConfigError(
+                f"optimizer.param_groups has {len(self.param_groups)} groups; initialize was given {self.num_groups}.",
+                remedy="Give all of them to infinity.initialize(model_parameters=...).",
+            )
         return tuple(_group_hyper(group, self.decoupled) for group in self.param_groups)
 
 
-def build_optimizer(section: OptimizerSection) -> Optimizer:
-    """Return the optimizer that the configuration describes, with one group."""
-    params = section.params
-    group: dict[str, object] = {
-        "lr": params.lr,
-        "betas": tuple(params.betas),
-        "eps": params.eps,
-        "weight_decay": params.weight_decay,
-    }
-    return Optimizer([group], section.decoupled)
+def _has_no_engine() -> None:
+    raise IllegalTransition("The optimizer has no engine.")
 
 
 def _group_hyper(group: Mapping[str, object], decoupled: bool) -> GroupHyper:

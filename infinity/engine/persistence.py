@@ -18,22 +18,31 @@ from infinity.checkpoint.writer import write_checkpoint
 from infinity.engine.in_place import commit_in_place, require_adopted
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
+from infinity.engine.planes import PLANE_DTYPES, leased, read_plane, section_of
+from infinity.engine.tags import directory_of, find, note_latest
 from infinity.errors import SwapSpaceError
 from infinity.memory.arena import Buffer
 from infinity.optim.reference import join_master
 from infinity.store.layout import ParameterSpec, Section, ShardLayout, Tile, tile_segments
 from infinity.store.store import Store
-from infinity.store.tiles import TileLease
 from infinity.zero.shard import TORCH_DTYPES, Shard
 from infinity.zero.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How many steps were taken, and how many of them skipped."""
+
+    taken: int
+    skipped: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What a checkpoint says beside its tensors."""
 
-    global_step: int
-    skipped_steps: int
+    path: Path  # where it is
+    steps: StepCounts
     extra: dict[str, object]
 
 
@@ -69,7 +78,7 @@ class Persistence:
         """Yield every parameter's fp32 master in order of the shards, on the CPU."""
         for shard in self._shards:
             for spec in shard.layout.specs:
-                yield spec.name, self._master(shard, spec)
+                yield spec.name, self.master(shard, spec)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all of them with the tied names, and the persistent buffers."""
@@ -80,13 +89,19 @@ class Persistence:
         return values
 
     def save(
-        self, directory: Path, *, global_step: int, skipped_steps: int, extra: dict[str, object], keep: int | None
+        self, directory: Path, tag: str | None, steps: StepCounts, *, extra: dict[str, object], keep: int | None
     ) -> Path:
-        """Write one checkpoint and return its path: a copy, or where there is no room for one, the swap files themselves."""
+        """Write one checkpoint and return its path; `latest` then says which tag it has."""
+        path = self._save(directory_of(directory, tag), steps, extra, keep)
+        note_latest(directory, tag)
+        return path
+
+    def _save(self, directory: Path, steps: StepCounts, extra: dict[str, object], keep: int | None) -> Path:
+        """Write a copy, or where there is no room for one, let the swap files themselves be the checkpoint."""
         counters = Counters(
-            global_step=global_step,
-            applied_steps=global_step - skipped_steps,
-            skipped_steps=skipped_steps,
+            global_step=steps.taken,
+            applied_steps=steps.taken - steps.skipped,
+            skipped_steps=steps.skipped,
             schedule_position=self._lr_schedule.num_applied_steps,
             parameter_steps=dict(self._optimizer.steps),
         )
@@ -106,9 +121,9 @@ class Persistence:
                 raise
         return commit_in_place(self._store, directory, state, buffers=buffers, cpu_memory_bytes=self._cpu_memory_bytes)
 
-    def load(self, path: Path) -> Restored:
-        """Replace the whole state by a checkpoint's."""
-        with open_checkpoint(path) as checkpoint:
+    def load(self, path: Path, tag: str | None) -> Restored:
+        """Replace the whole state by a checkpoint's; see `tags.find` for which."""
+        with open_checkpoint(find(path, tag)) as checkpoint:
             checkpoint.require_match(self._fingerprint())
             state = checkpoint.state
             if checkpoint.manifest.swap_files:
@@ -126,31 +141,16 @@ class Persistence:
         if isinstance(state.rng_state, str):
             torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state.rng_state), dtype=torch.uint8))
         extra = state.data_position if isinstance(state.data_position, dict) else {}
-        return Restored(counters.global_step, counters.skipped_steps, dict(extra))
+        return Restored(checkpoint.path, StepCounts(counters.global_step, counters.skipped_steps), dict(extra))
 
     # Parameters
 
-    def _master(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
+    def master(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
         """Return one parameter's fp32 master; its weight where it is frozen."""
         with _held(self._weights, shard, spec) as weight:
             if spec.dtype != "bfloat16" or not spec.trainable:
                 return weight.to(torch.float32, copy=True)
-            return join_master(weight, self._master_low(shard, spec).view(weight.shape))
-
-    def _master_low(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
-        """Return the low halves of one parameter's split master, int16 [numel]."""
-        low = torch.empty(spec.numel, dtype=torch.int16)
-        for tile, section in _tiles(shard.layout):
-            pieces = [piece for piece in tile_segments(section, tile) if piece.parameter == spec.name]
-            if not pieces:
-                continue
-            with _leased(self._store, tile) as lease:
-                plane = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
-                for piece in pieces:
-                    low[piece.parameter_offset : piece.parameter_offset + piece.length] = plane[
-                        piece.offset : piece.offset + piece.length
-                    ]
-        return low
+            return join_master(weight, read_plane(self._store, shard.layout, spec.name, "master_low").view(weight.shape))
 
     # Checkpoints
 
@@ -168,9 +168,7 @@ class Persistence:
         for tile, section in _tiles(layout):
             lease = self._store.new_tile(tile)
             for plane in tile.planes:
-                values = lease.buffer.tensor(
-                    TORCH_DTYPES_OF_PLANES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name)
-                )
+                values = lease.buffer.tensor(PLANE_DTYPES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name))
                 for piece in tile_segments(section, tile):
                     into = values[piece.offset : piece.offset + piece.length]
                     checkpoint.read(piece.parameter, plane.name, piece.parameter_offset, piece.length, into)
@@ -192,9 +190,6 @@ class Persistence:
         return {alias: use.name for shard in self._shards for use in shard.group.uses for alias in use.aliases}
 
 
-TORCH_DTYPES_OF_PLANES = {"int16": torch.int16, "float32": torch.float32}
-
-
 @dataclass(frozen=True, slots=True)
 class _ShardSource:
     """The tensors of one shard for a checkpoint."""
@@ -212,9 +207,7 @@ class _ShardSource:
         found = []
         for spec in self.shard.layout.specs:
             found.append(TensorSpec(tensor_name(WEIGHT, spec.name), spec.dtype, spec.shape))
-            section = next(
-                section for section in self.shard.layout.sections if spec.name in {p[0] for p in section.parameters}
-            )
+            section = section_of(self.shard.layout, spec.name)
             found += [TensorSpec(tensor_name(plane.name, spec.name), plane.dtype, spec.shape) for plane in section.planes]
         return found
 
@@ -223,9 +216,9 @@ class _ShardSource:
             with _held(self.weights, self.shard, spec) as weight:
                 yield tensor_name(WEIGHT, spec.name), 0, weight.reshape(-1)
         for tile, section in _tiles(self.shard.layout):
-            with _leased(self.store, tile) as lease:
+            with leased(self.store, tile) as lease:
                 for plane in tile.planes:
-                    dtype = TORCH_DTYPES_OF_PLANES[plane.dtype]
+                    dtype = PLANE_DTYPES[plane.dtype]
                     values = lease.buffer.tensor(dtype, tile.num_elements, tile.plane_offset(plane.name))
                     for piece in tile_segments(section, tile):
                         elements = values[piece.offset : piece.offset + piece.length]
@@ -262,16 +255,6 @@ def _held(weights: Weights, shard: Shard, spec: ParameterSpec) -> Iterator[torch
         yield views[spec.name].detach().cpu()
     finally:
         weights.release(shard.index)
-
-
-@contextmanager
-def _leased(store: Store, tile: Tile) -> Iterator[TileLease]:
-    """Give a tile's bytes to be read for the time of the block, which ends early where a checkpoint cannot be written."""
-    lease = store.fetch_tile(tile).wait()
-    try:
-        yield lease
-    finally:
-        lease.release()
 
 
 def _tiles(layout: ShardLayout) -> Iterator[tuple[Tile, Section]]:

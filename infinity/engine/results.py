@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -41,3 +42,23 @@ class IoFacts:
     engine: str  # "uring", "threads" or "buffered"
     registered_files: bool  # whether it knows every swap file beforehand
     registered_buffers: bool  # and every buffer that a step's I/O goes through
+
+
+def step_result(
+    step: int, losses: Sequence[float], shares: Sequence[float], update: UpdateResult, counters: Mapping[str, int]
+) -> StepResult:
+    """Return the report of a step; `counters` are those that the recorder has counted while it ran."""
+    return StepResult(
+        step=step,
+        loss=sum(loss * share for loss, share in zip(losses, shares, strict=True)),
+        losses=tuple(losses),
+        grad_norm=update.grad_norm,
+        clip_coefficient=update.clip_coefficient,
+        lr=update.lr,
+        skipped=update.skipped,
+        first_not_finite=update.first_not_finite,
+        unit_loads=counters.get("unit_loads", 0),
+        nvme_read_bytes=counters.get("nvme_read_bytes", 0),
+        nvme_write_bytes=counters.get("nvme_write_bytes", 0),
+        gradient_spill_bytes=counters.get("gradient_spill_bytes", 0),
+    )

@@ -14,6 +14,7 @@ from infinity.memory.pool import BufferPool, Lease
 from infinity.memory.transfer import Transfers
 from infinity.optim.grad_norm import combine_partials
 from infinity.optim.kernel import AdamKernel, GradientRun, SquareSums
+from infinity.store.extents import gradient_window
 from infinity.store.layout import ShardLayout
 from infinity.store.store import Store
 from infinity.zero.gradients import FinalRun, fill
@@ -148,6 +149,57 @@ class WaitingGradients:
         self._first_not_finite = None
         return facts
 
+    def read(self, shard: int, parameter: str) -> torch.Tensor | None:
+        """Return a copy of this rank's part of a finished gradient, 1-D of grad_dtype; None where this step has none."""
+        self._settle()
+        if parameter not in self._touched.get(shard, ()):
+            return None
+        lease = self._fetch_spilled(shard)
+        try:
+            flat = self._host(shard)
+            return torch.cat([flat[run] for run in _state_runs(self._layouts[shard], parameter)])
+        finally:
+            if lease is not None:
+                self._leases.pop(shard).release()
+
+    def write(self, shard: int, parameter: str, values: torch.Tensor) -> None:
+        """Replace what `read` returns, rounded to grad_dtype, and measure the shard's gradient anew.
+
+        Raises IllegalTransition for a parameter without a gradient in this step.
+        """
+        self._settle()
+        touched = self._touched.get(shard, frozenset())
+        if parameter not in touched:
+            raise IllegalTransition(
+                f"Parameter {parameter} has no gradient in this step: none can be set.",
+                remedy="Set gradients of parameters that backward reached.",
+            )
+        self._fetch_spilled(shard)
+        flat, position = self._host(shard), 0
+        for run in _state_runs(self._layouts[shard], parameter):
+            flat[run] = values[position : position + run.stop - run.start]
+            position += run.stop - run.start
+        self._sums_of_squares[shard] = 0.0
+        if all(math.isfinite(total) for total in self._sums_of_squares):
+            self._first_not_finite = None  # what was not finite has been replaced
+        sums = self._kernel.gradient_statistics(flat.data_ptr(), flat.numel(), self._grad_dtype)
+        self._wait_or_leave(shard, sums, touched)
+
+    def _fetch_spilled(self, shard: int) -> Lease | None:
+        """Bring a spilled gradient back into a slot, where `_host` finds it; the slot, or nothing where it is resident."""
+        if self._store.gradients(shard) is not None or self._slots is None:
+            return None
+        lease = self._slots.lease()
+        try:
+            for tile in self._layouts[shard].tiles:
+                window = gradient_window(tile, TORCH_DTYPES[self._grad_dtype].itemsize)
+                self._store.fetch_gradients(tile, lease.buffer.part(window.offset, window.num_bytes)).wait()
+        except InfinityError:
+            lease.release()
+            raise
+        self._leases[shard] = lease
+        return lease
+
     def discard(self) -> None:
         """Forget the gradients of a step that failed."""
         self.take_facts()
@@ -166,6 +218,16 @@ class WaitingGradients:
                 self._leases[shard] = self._slots.lease()
             buffer = self._leases[shard].buffer
         return buffer.tensor(TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements)
+
+
+def _state_runs(layout: ShardLayout, parameter: str) -> list[slice]:
+    """Return where the parameter's elements are in the shard's gradient, ascending."""
+    return [
+        slice(section.state_offset + segment.offset, section.state_offset + segment.offset + segment.length)
+        for section in layout.sections
+        for segment in (section.segments if section.trainable else ())
+        if segment.parameter == parameter
+    ]
 
 
 def _first_not_finite(layout: ShardLayout, gradient: torch.Tensor) -> str | None:

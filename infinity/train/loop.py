@@ -170,7 +170,7 @@ class Loop:
         with self._interlude("checkpoint"):
             path = self._engine.save_checkpoint(
                 self._checked.output.checkpoints,
-                extra=position_record(self.position, self._checked),
+                client_state=position_record(self.position, self._checked),
                 keep=self._checked.options.keep,
             )
         self._saved = (self.position.step, str(path))
@@ -250,7 +250,7 @@ def _resume(checked: Checked, engine: TrainingEngine, reporter: Reporter) -> Pos
     if checked.resume_from is None:
         return Position()
     reporter.phase(f"Reading the checkpoint {checked.resume_from}")
-    record: Mapping[str, object] = engine.load_checkpoint(checked.resume_from)
+    record: Mapping[str, object] = engine.load_checkpoint(checked.resume_from)[1]
     position, differences = read_position(record, checked)
     for sentence in differences:
         reporter.note(sentence)

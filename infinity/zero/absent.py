@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from infinity.errors import AbsentParameterError
 
@@ -27,10 +29,14 @@ _ALLOWED: frozenset[Any] = frozenset(
 
 
 class AbsentParameter(nn.Parameter):
-    """Stands for a parameter whose weights live elsewhere. Any operation on it raises AbsentParameterError."""
+    """Stands for a parameter whose weights live elsewhere. Any operation on it raises AbsentParameterError.
+
+    While it is gathered (`GatheredParameters`), operations are made on the values that were gathered.
+    """
 
     parameter_name: str
     unit_name: str
+    gathered: torch.Tensor | None = None
 
     @staticmethod
     def standing_for(
@@ -50,7 +56,10 @@ class AbsentParameter(nn.Parameter):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _error(func, args, kwargs or {})
+        values, named_values = tree_map_only(AbsentParameter, _gathered_or_itself, (tuple(args), dict(kwargs or {})))
+        if _first((*values, *named_values.values())) is not None:
+            raise _error(func, values, named_values)
+        return func(*values, **named_values)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -66,7 +75,13 @@ class AbsentParameter(nn.Parameter):
         raise _error("pickle", (self,), {})
 
     def __deepcopy__(self, memo: object) -> Any:
+        if self.gathered is not None:
+            return copy.deepcopy(self.gathered)
         raise _error("deepcopy", (self,), {})
+
+
+def _gathered_or_itself(absent: AbsentParameter) -> torch.Tensor:
+    return absent if absent.gathered is None else absent.gathered
 
 
 def _error(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbsentParameterError:
@@ -82,8 +97,9 @@ def _error(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Abse
         )
     return AbsentParameterError(
         message,
-        remedy="Use it inside the unit's forward; or read it with engine.full_parameters(); or list in infinity.units the "
-        "modules that are to be units, without the one that holds it: parameters of no unit may be used anywhere.",
+        remedy="Use it inside the unit's forward; or read it inside infinity.zero.GatheredParameters(...); or list in "
+        "infinity.units the modules that are to be units, without the one that holds it: parameters of no unit may be used "
+        "anywhere.",
     )
 
 

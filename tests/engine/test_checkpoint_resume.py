@@ -51,13 +51,13 @@ def test_resume_on_any_tier_is_bit_exact(saved_on: str, loaded_on: str, nvme: Pa
     config = on(saved_on, nvme)
     with open_engine(DROPOUT_GPT.build(), config) as engine:
         before = take(engine, DROPOUT_GPT, config, range(SAVED_AT))
-        path = engine.save_checkpoint(tmp_path / "checkpoints", extra={"position": 17})
+        path = engine.save_checkpoint(tmp_path / "checkpoints", client_state={"position": 17})
         onwards = take(engine, DROPOUT_GPT, config, range(SAVED_AT, LAST))
     onwards.losses = before.losses + onwards.losses
     require_same(onwards, expected)  # saving itself changed nothing
     config = on(loaded_on, nvme, tile_bytes="5KiB")
     with open_engine(DROPOUT_GPT.build(seed=9), config) as engine:
-        assert engine.load_checkpoint(path) == {"position": 17}
+        assert engine.load_checkpoint(path) == (path, {"position": 17})
         assert engine.global_steps == SAVED_AT
         after = take(engine, DROPOUT_GPT, config, range(SAVED_AT, LAST))
     after.losses = before.losses + after.losses

@@ -207,7 +207,7 @@ def _boom(*_: Any, **__: Any) -> Any:
     "where",
     [
         "open_store", "open_kernel", "open_update_stream", "open_weight_slots", "take_over", "Weights", "WaitingGradients",
-        "open_gradient_slots", "GradientSums", "build_optimizer", "Persistence", "VerticalSchedule",
+        "open_gradient_slots", "GradientSums", "Optimizer", "Persistence", "VerticalSchedule",
     ],
 )  # fmt: skip
 def test_initialize_that_fails_leaves_nothing(

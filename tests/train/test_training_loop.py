@@ -222,7 +222,7 @@ def test_foreign_checkpoints_and_contradicting_resumes_are_refused(tmp_path: Pat
     for path, words in ((tmp_path / "absent", "is absent"), (data, "is a file"), (tmp_path, "no complete checkpoint")):
         with pytest.raises(CheckpointError, match=words):
             run(tmp_path / "new", data, resume=str(path))
-    FakeEngine().save_checkpoint(tmp_path / "api", extra={}, keep=1)
+    FakeEngine().save_checkpoint(tmp_path / "api", client_state={}, keep=1)
     with pytest.raises(CheckpointMismatch, match="not written by infinity train"):
         run(tmp_path / "new", data, resume=str(tmp_path / "api"))
     assert not (tmp_path / "new").exists()

@@ -137,19 +137,19 @@ class FakeEngine:
     def eval(self) -> None:
         self._training = False
 
-    def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
+    def save_checkpoint(self, directory: Path, *, client_state: Mapping[str, Any], keep: int) -> Path:
         counters = Counters(self.steps, self.steps, 0, self.steps, {})
-        state = CheckpointState(Fingerprint((), {}), "fp32", counters, dict(extra), None)
+        state = CheckpointState(Fingerprint((), {}), "fp32", counters, dict(client_state), None)
         self.recorder.count("nvme_read_bytes", 5000)
         return write_checkpoint(directory, [FakeUnit(self.state)], state, keep=keep)
 
-    def load_checkpoint(self, path: Path) -> Mapping[str, Any]:
+    def load_checkpoint(self, path: Path) -> tuple[Path, Mapping[str, Any]]:
         with open_checkpoint(path) as checkpoint:
             into = bytearray(8)
             checkpoint.read("state", "weight", 0, 1, into)
             self.state = struct.unpack("<d", into)[0]
             self.steps = checkpoint.state.counters.global_step
-            return checkpoint.state.data_position
+            return path, checkpoint.state.data_position
 
     def synchronize(self) -> None:
         self.recorder.count("nvme_write_bytes", self.pending_bytes)

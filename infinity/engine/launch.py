@@ -1,0 +1,41 @@
+"""What a script of ZeRO's users does before `initialize`: its command-line options, and joining the other ranks."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from infinity.config import Config
+from infinity.engine.ranks import ranks_of_this_process
+from infinity.errors import ConfigError
+
+GivenConfig = Config | Mapping[str, object] | str | Path
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add --deepspeed and --deepspeed_config, as `initialize(args=...)` reads them; return the parser."""
+    group = parser.add_argument_group("infinity", "training with infinity")
+    group.add_argument("--deepspeed", action="store_true", help="train with infinity (the script decides what that means)")
+    group.add_argument("--deepspeed_config", default=None, help="path of the JSON configuration")
+    return parser
+
+
+def init_distributed(dist_backend: str | None = None) -> None:
+    """Join the job's other ranks. One rank has none to join. Raises ConfigError where a launcher has started more."""
+    ranks_of_this_process()
+
+
+def given_config(
+    config: GivenConfig | None, config_params: GivenConfig | None, args: Namespace | object | None
+) -> GivenConfig | None:
+    """Return the configuration that was given in one of its places. Raises ConfigError where it was in two."""
+    places = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {place: value for place, value in places.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"The configuration is given twice: as {' and as '.join(given)}.", remedy="Give it once.")
+    return next(iter(given.values()), None)
