@@ -40,13 +40,16 @@ class Optimizer:
         """The same as `engine.zero_grad()`: after `step` there is nothing to discard."""
         self._discard_step()
 
-    def hyper(self) -> tuple[GroupHyper, ...]:
-        """Return a snapshot of every group's hyper-parameters. Raises ConfigError for what is none and for groups added."""
+    def require_groups(self) -> None:
+        """Raise ConfigError where a group was added or taken away."""
         if len(self.param_groups) != self.num_groups:
             raise ConfigError(
                 f"optimizer.param_groups has {len(self.param_groups)} groups; initialize was given {self.num_groups}.",
                 remedy="Give all of them to infinity.initialize(model_parameters=...).",
             )
+
+    def hyper(self) -> tuple[GroupHyper, ...]:
+        """Return a snapshot of every group's hyper-parameters. Raises ConfigError for what is none."""
         return tuple(_group_hyper(group, self.decoupled) for group in self.param_groups)
 
 

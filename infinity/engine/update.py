@@ -52,6 +52,7 @@ class Updater:
 
         Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
         """
+        self._optimizer.require_groups()
         lr = self._lr_schedule.lr
         self._lr_schedule.apply(self._optimizer.param_groups)
         hyper = self._optimizer.hyper()

@@ -67,7 +67,7 @@ def test_states_are_those_of_torch(tiers: tuple[str, str], num_micro_batches: in
             for name, parameter in engine.module.named_parameters():
                 expected = model.get_parameter(name).grad
                 assert expected is not None
-                torch.testing.assert_close(utils.safe_get_full_grad(parameter), expected, rtol=2e-5, atol=1e-7)
+                torch.testing.assert_close(utils.safe_get_full_grad(parameter), expected, rtol=1e-4, atol=1e-6)
                 local = utils.safe_get_local_grad(parameter)
                 assert local is not None
                 assert torch.equal(local, utils.safe_get_full_grad(parameter).flatten())  # type: ignore[union-attr]
