@@ -151,7 +151,8 @@ def _schedule(text: str) -> Schedule:
 def _show(outlook: Outlook, console: Console) -> None:
     for line in _heading(outlook):
         console.print(Text(line))
-    console.print(_table(outlook), width=None if console.is_terminal else _PLAIN_COLUMNS, soft_wrap=False)
+    columns = open_console(soft_wrap=False, width=None if console.is_terminal else _PLAIN_COLUMNS)
+    columns.print(_table(outlook))
     for line in (*_link_words(outlook), *_refusals(outlook)):
         console.print(Text(line))
     chosen = outlook.chosen
@@ -174,6 +175,10 @@ def _heading(outlook: Outlook) -> Iterator[str]:
         yield shape.note
     yield f"Bytes per parameter for weights, gradients and optimizer: {ours} in {question.precision}; textbook {textbook}."
     yield _machine_words(question)
+    yield (
+        "On each rank, in GB (10^9 bytes): states as in the textbook and ours; the plan's peaks and what is on NVMe; what a step "
+        "reads and writes there, and moves between ranks:"
+    )
 
 
 def _link_words(outlook: Outlook) -> Iterator[str]:
@@ -208,21 +213,14 @@ def _machine_words(question: Question) -> str:
 
 
 def _table(outlook: Outlook) -> Table:
-    from rich.box import SIMPLE
     from rich.table import Table
 
     question = outlook.question
-    table = Table(
-        title="On each rank, in GB (10^9 bytes). 'states' are ours; GPU and RAM are the plan's peaks, buffers included",
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # narrow: it has to fit into 80 columns
     table.add_column("stage", no_wrap=True)
     names = ["textbook", "states", *(["GPU"] if question.has_gpu else []), "RAM", "NVMe"]
-    for name in (*names, "read a step", "written a step", "between ranks a step"):
-        table.add_column(name, justify="right")
+    for name in (*names, "read", "written", "ranks"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for one in outlook.stages:
         table.add_row(*_cells(one, outlook))
@@ -243,7 +241,7 @@ def _cells(one: StageOutlook, outlook: Outlook) -> tuple[str, ...]:
             one.plan.nvme_write_bytes,
         )
         planned = [_gb(figure) for figure in figures]
-    verdict = "does not fit" if one.plan is None else ""
+    verdict = "no plan" if one.plan is None else ""
     if one is outlook.chosen:
         verdict = "chosen"
     if outlook.question.has_gpu and outlook.question.gpu_memory_bytes is None:
@@ -257,4 +255,5 @@ def _sum_words(sizes: Mapping[StateKind, int]) -> str:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / _GB:.2f}"
+    figure = num_bytes / _GB
+    return f"{figure:.2f}" if figure < 1000 else f"{figure:.0f}"

@@ -60,6 +60,28 @@ def test_the_plan_of_the_chosen_stage_follows_with_its_reason() -> None:
     assert any("cpu memory peak" in line for line in lines[lines.index(chosen) :])
 
 
+def test_the_table_fits_into_80_columns() -> None:
+    """Also for a large model on GPUs every figure of a stage stands whole in one line."""
+    options = [
+        "--model",
+        "gpt-70b",
+        "--num-gpus",
+        "8",
+        "--gpu-memory",
+        "80GiB",
+        "--cpu-memory",
+        "1TiB",
+        "--nvme-space",
+        "8TB",
+    ]
+    answer = CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "80"})
+    rows = [row(answer.stdout, stage) for stage in range(4)]
+    assert rows[0][1] == "1121"
+    assert [len(cells) for cells in rows] == [9, 9, 9, 10]
+    width = max(len(line) for line in answer.stdout.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"], ["3"]))
+    assert width <= 80
+
+
 def test_memory_and_disk_are_shared_by_the_ranks() -> None:
     """Budgets are the machine's: each of four ranks plans with a quarter, and keeps to it."""
     found = asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", "12GB", "--nvme-space", "40GB")
