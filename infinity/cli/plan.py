@@ -176,8 +176,8 @@ def _heading(outlook: Outlook) -> Iterator[str]:
     yield f"Bytes per parameter for weights, gradients and optimizer: {ours} in {question.precision}; textbook {textbook}."
     yield _machine_words(question)
     yield (
-        "On each rank, in GB (10^9 bytes): states as in the textbook and ours; the plan's peaks and what is on NVMe; what a step "
-        "reads and writes there, and moves between ranks:"
+        "On each rank, in GB (10^9 bytes): states as in the textbook and ours; the plan's peaks and what is on NVMe; what a "
+        "step reads and writes there, and moves between ranks:"
     )
 
 
