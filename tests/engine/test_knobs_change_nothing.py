@@ -95,7 +95,7 @@ def test_adam_threads_change_nothing(num_threads: int, nvme: Path) -> None:
 
 def plan_within(kit: Kit, config: Mapping[str, Any], cpu_memory: int) -> Plan | None:
     resolved = Config.from_any({**config, "infinity": {**config["infinity"], "cpu_memory": cpu_memory}})
-    pieces = cut(kit.build(), resolved)
+    pieces = cut(kit.build(), resolved, lambda _: 0)
     try:
         return build.plan_for(
             pieces, resolved, Placement.from_config(resolved), host_device(), ActivationSizes(ACTIVATION_BYTES)

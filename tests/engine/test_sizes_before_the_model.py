@@ -27,6 +27,11 @@ SMALL = {"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "i
 SMALL_GPT2 = {"n_embd": 96, "n_head": 4, "n_layer": 2, "vocab_size": 301, "n_positions": 50}
 
 
+def one_group(_: nn.Parameter) -> int:
+    """Every parameter is in the optimizer's first group."""
+    return 0
+
+
 def question(shape: ModelShape, precision: str = "bf16", num_ranks: int = 1) -> Question:
     return Question(
         shape=shape, precision=precision, num_ranks=num_ranks, stages=(0,), placement=Placement(), micro_batch_size=2,
@@ -56,7 +61,9 @@ def test_a_preset_has_the_sizes_of_its_model(preset: str, precision: str) -> Non
     """Names, bytes, elements, tiles, kept activations and order: the planner gets the very same units (C43)."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     kept = block_kept_bytes(PRESETS[preset], micro_batch_size=2, seq_len=64, dtype_bytes=dtype.itemsize)
-    pieces = cut(build_meta_gpt(PRESETS[preset], dtype), Config.from_any({"bf16": {"enabled": precision == "bf16"}}))
+    pieces = cut(
+        build_meta_gpt(PRESETS[preset], dtype), Config.from_any({"bf16": {"enabled": precision == "bf16"}}), one_group
+    )
     expected = pieces.sizes(lambda unit: kept if unit.startswith("blocks.") else 0)
     for stage in PARTITIONED:  # one rank has everything in every stage
         assert sizes_of(question(preset_shape(preset), precision), stage) == expected
@@ -80,7 +87,7 @@ def test_a_known_family_has_the_sizes_of_its_model(model_type: str, values: dict
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     shape = config_shape(tmp_path)
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    expected = cut(model, Config.from_any({"bf16": {"enabled": True}})).sizes()
+    expected = cut(model, Config.from_any({"bf16": {"enabled": True}}), one_group).sizes()
     assert without_kept(sizes_of(question(shape), 0)) == without_kept(expected)
     names = {name for unit in shape.units for name, _ in unit.parameters}
     assert names == {name for name, _ in model.named_parameters()}
