@@ -77,6 +77,7 @@ class CheckpointState:
     counters: Counters
     data_position: JsonValue
     rng_state: JsonValue
+    loss_scale: JsonValue = None  # of a dynamic one; None where there is none
 
 
 @dataclass(frozen=True, slots=True)

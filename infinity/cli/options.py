@@ -21,7 +21,6 @@ KEYS = {
     "warmup_steps": ("--warmup-steps", "scheduler.params.warmup_num_steps"),
     "weight_decay": ("--weight-decay", "optimizer.params.weight_decay"),
     "grad_clip": ("--grad-clip", "gradient_clipping"),
-    "precision": ("--precision", "bf16.enabled"),
     "seed": ("--seed", "seed"),
     "cpu_memory": ("--cpu-memory", "infinity.cpu_memory"),
     "gpu_memory": ("--gpu-memory", "infinity.gpu_memory"),
@@ -104,7 +103,7 @@ WeightDecay = Annotated[float | None, _number(_STEP, "--weight-decay", "Decouple
 GradClip = Annotated[float | None, _number(_STEP, "--grad-clip", "Largest global gradient norm; 0: no limit.", "X", "1")]
 Precision = Annotated[
     str | None,
-    _option(_STEP, "--precision", "Of weights.", "bf16|fp32", "bf16 where the machine has it"),
+    _option(_STEP, "--precision", "Of weights.", "bf16|fp16|fp32", "bf16 where the machine has it"),
 ]
 Schedule = Annotated[str | None, _option(_STEP, "--schedule", "Order of work.", "vertical|horizontal", "vertical")]
 Check = Annotated[bool | None, _option(_STEP, "--check", "Compare every rerun's outputs with the first run's, in bits.")]

@@ -17,7 +17,7 @@ from infinity.errors import ConfigError
 if TYPE_CHECKING:
     from infinity.config import Layer
 
-_PRECISIONS = {"bf16": True, "fp32": False}
+_PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def train(
@@ -101,13 +101,16 @@ def _layers(config: Path | None, assignments: Sequence[str], flags: Mapping[str,
     for name, (flag, key) in o.KEYS.items():
         value = flags[name]
         if value is not None:
-            layers.append(flag_layer(flag, key, _precision(value) if name == "precision" else value))
+            layers.append(flag_layer(flag, key, value))
+    if flags["precision"] is not None:
+        chosen = _precision(flags["precision"])
+        layers += [flag_layer("--precision", f"{name}.enabled", name == chosen) for name in ("bf16", "fp16")]
     return layers
 
 
-def _precision(name: object) -> bool:
+def _precision(name: object) -> str:
     if name not in _PRECISIONS:
         near = get_close_matches(str(name), _PRECISIONS, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--precision: {name!r} is not known.", remedy=f"{hint}Known: {', '.join(_PRECISIONS)}.")
-    return _PRECISIONS[str(name)]
+    return str(name)

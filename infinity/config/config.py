@@ -17,7 +17,7 @@ from infinity.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from infinity.config.problems import config_error, validation_problems
 from infinity.config.resolve import DEFAULT_SOURCE, Resolved, SourcedValue, resolve, schema_of
 from infinity.config.scheduler import PEAK_OF_TYPE, SchedulerSection
-from infinity.config.section import Count, Section, Seed
+from infinity.config.section import Count, GradDtype, Section, Seed
 from infinity.config.zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from infinity.errors import ConfigError
 
@@ -94,8 +94,10 @@ class Config(Section):
             )
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled and fp16.enabled are both true; a run has one precision")
-        if self.grad_dtype == "bf16" and not self.bf16.enabled:
-            raise ValueError("a bf16 gradient needs bf16.enabled: fp32 runs keep fp32 gradients")
+        if self.grad_dtype not in ("fp32", self.precision):
+            raise ValueError(
+                f"a {self.grad_dtype} gradient needs {self.grad_dtype}.enabled: this is a run in {self.precision}"
+            )
         for name, section in self._offload_sections():
             if section.device == "nvme" and not self.nvme_directories:
                 raise ValueError(
@@ -118,10 +120,16 @@ class Config(Section):
         return tuple(dict.fromkeys(found))
 
     @property
-    def grad_dtype(self) -> Literal["fp32", "bf16"]:
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The dtype of the weights that the model computes with."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def grad_dtype(self) -> GradDtype:
         """The dtype to which a finished gradient is rounded, once."""
-        chosen = self.infinity.grad_dtype or self.data_types.grad_accum_dtype
-        return chosen or ("bf16" if self.bf16.enabled else "fp32")
+        return self.infinity.grad_dtype or self.data_types.grad_accum_dtype or self.precision
 
     @property
     def pin_memory(self) -> bool:
@@ -214,11 +222,12 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
             f"scheduler.params.warmup_num_steps: {params.warmup_num_steps} is more than total_num_steps "
             f"{params.total_num_steps}, so that the learning rate never reaches its peak."
         )
-    if not config.fp16.enabled:
+    if not config.fp16.enabled or config.fp16.loss_scale:
+        why = "fp16.loss_scale is static" if config.fp16.enabled else "fp16 is off"
         notes += [
-            f"fp16.{name}: has no effect because fp16 is off."
+            f"fp16.{name}: has no effect because {why}."
             for name, value in config.fp16
-            if value != getattr(Fp16Section(), name)
+            if value != getattr(Fp16Section(), name) and not (config.fp16.enabled and name in ("enabled", "loss_scale"))
         ]
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):

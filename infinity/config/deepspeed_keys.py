@@ -88,7 +88,7 @@ KNOWN: dict[str, KnownKey] = {
     "bf16.check_grad_overflow": KnownKey(bool, "has no effect because every gradient is checked to be finite"),
     "bf16.bf16_master_weights_and_grads": _refused("is not supported: the master weights are fp32", False),
     "bf16.bf16_optimizer_states": _refused("is not supported: the moments are fp32", False),
-    "data_types.param_dtype": _refused("is set by bf16.enabled", None, kind=(str, type(None))),
+    "data_types.param_dtype": _refused("is set by bf16.enabled and fp16.enabled", None, kind=(str, type(None))),
     "data_types.buffer_dtype": _refused("is not supported: buffers keep their dtype", None, kind=(str, type(None))),
     # zero_optimization
     "zero_optimization.contiguous_gradients": KnownKey(

@@ -23,10 +23,8 @@ class InfinitySection(Section):
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
     adam_threads: Count | None = None  # of the optimizer's kernel; None: this rank's share of the cores
     io_policy: Literal["mixed", "burst"] = "mixed"
-    grad_dtype: GradDtype | None = None  # None: bf16 in bf16 runs, fp32 in fp32 runs
-    max_skipped_in_a_row: Count = (
-        32  # steps without a finite gradient; a loss scale that is halved from 2^32 is at 1 by then
-    )
+    grad_dtype: GradDtype | None = None  # None: that of the weights
+    max_skipped_in_a_row: Count = 32  # steps without a finite gradient and with one loss scale; after them the run stops
     check: bool = False  # compare every rerun's outputs with the first run's, in bits
     checksums: bool = True  # compare what is read from swap files with the CRC32C of what was written
     recompute: bool = False  # rerun also the units whose weights are resident

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from infinity.config.section import Count, GradDtype, Section, WholeNumber
 
@@ -21,19 +21,12 @@ class Fp16Section(Section):
     """
 
     enabled: bool = False
-    loss_scale: float = Field(default=0.0, ge=0.0)  # 0: dynamic
-    initial_scale_power: WholeNumber = Field(default=16, le=127)  # the largest power of two that fp32 holds
+    loss_scale: float = Field(default=0.0, ge=0.0, le=2.0**126)  # 0: dynamic
+    initial_scale_power: WholeNumber = Field(default=16, le=126)  # beyond it a reciprocal is no normal fp32 number
     loss_scale_window: Count = 1000  # steps
     hysteresis: Count = 2  # gradients that are not finite
     consecutive_hysteresis: bool = False  # whether a finite gradient restores the hysteresis
     min_loss_scale: float = Field(default=1.0, gt=0.0)
-
-    @field_validator("enabled")
-    @classmethod
-    def _refuse(cls, enabled: bool) -> bool:
-        if enabled:
-            raise ValueError("fp16 comes in a later release, with loss scaling; set bf16.enabled instead")
-        return enabled
 
     @model_validator(mode="after")
     def _check_scale(self) -> Fp16Section:

@@ -27,6 +27,7 @@ from infinity.engine.groups import Groups, put_into_place
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
+from infinity.engine.loss_scaler import build_loss_scaler
 from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_course_schedule, build_torch_schedule
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import Optimizer
@@ -272,7 +273,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     )
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
-    optimizer = request.optimizer
+    optimizer, loss_scaler = request.optimizer, build_loss_scaler(config)
     outside = {id(use.parameter): shard.outside[use.name] for shard in shards for use in shard.group.uses}
     put_into_place(request.groups, outside, undo)
     updater = Updater(
@@ -283,6 +284,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         weights=weights,
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
+        loss_scaler=loss_scaler,
         max_norm=config.gradient_clipping,
         grad_dtype=grad_dtype,
         max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
@@ -294,7 +296,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         weights=weights,
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
-        precision="bf16" if config.bf16.enabled else "fp32",
+        loss_scaler=loss_scaler,
+        precision=config.precision,
         staging=lambda _: slots[0].host,
         adopted=request.adopted.state if request.adopted is not None else None,
         cpu_memory_bytes=dict(plan.budgets)[Tier.CPU],
@@ -324,6 +327,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             updater=updater,
             optimizer=optimizer,
             lr_schedule=request.lr_schedule,
+            loss_scaler=loss_scaler,
             persistence=persistence,
             activations=activations,
             batch=config.batch(request.ranks.world_size),
@@ -339,6 +343,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         store=store,
         weights=weights,
         gradients=gradients,
+        loss_scale=lambda: loss_scaler.scale,
         master=persistence.master,
         staging=slots[0].host,
         ledger=ledger,

@@ -17,6 +17,9 @@ from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout
 from infinity.store.unit_size import tile_elements_of, unit_size
 from infinity.zero.units import ParameterGroup, ParameterUse, Unit, cut_model
 
+# Torch's names of the dtypes that the configuration knows.
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
@@ -61,7 +64,7 @@ def cut(model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int
     """
     _require_plain(model)
     units, groups = cut_model(model, config.infinity.units)
-    dtype = "bfloat16" if config.bf16.enabled else "float32"
+    dtype = DTYPE_NAMES[config.precision]
     tile_elements = tile_elements_of(config.infinity.tile_bytes, dtype)
     layouts = tuple(
         shard_layout(group.index, group.name, _specs(group.uses, dtype, group_of), tile_elements=tile_elements)

@@ -44,8 +44,7 @@ class Engine:
         self._passes = Passes(parts.batch.num_micro_batches)
         self._step_was_applied = False
         self.micro_steps = 0  # micro-batches that have run backward
-        self.global_steps = 0  # steps taken, skipped ones included
-        self.skipped_steps = 0
+        self.global_steps = self.skipped_steps = 0  # global: steps taken, skipped ones included
         self.last_grad_norm: float | None = None
 
     # What it is made of
@@ -104,6 +103,10 @@ class Engine:
         return self._parts.lr_schedule.lr
 
     @property
+    def loss_scale(self) -> float:
+        return self._parts.loss_scaler.scale
+
+    @property
     def global_rank(self) -> int:
         return self._parts.ranks.global_rank
 
@@ -153,9 +156,9 @@ class Engine:
         in `optimizer.param_groups`, StorageError, OverBudget.
         """
         self._begin_anew("train_batch")
-        batches = listed(micro_batches)
-        parts = self._parts
+        batches, parts = listed(micro_batches), self._parts
         shares = coefficients(weights, len(batches))
+        gradients = [share * self.loss_scale for share in shares]  # of the step's scaled loss with respect to each
         walking = [MicroBatch(index, index) for index in range(len(batches))]
 
         def forward_loss(walker: MicroBatch) -> torch.Tensor:
@@ -167,9 +170,9 @@ class Engine:
             try:
                 self._lifecycle.to(EngineState.BACKWARD)
                 if parts.config.infinity.schedule == "vertical":
-                    losses = parts.vertical.run(forward_loss, walking, shares)
+                    losses = parts.vertical.run(forward_loss, walking, gradients)
                 else:
-                    losses = run_horizontally(parts.walk, parts.weights, parts.order, forward_loss, walking, shares)
+                    losses = run_horizontally(parts.walk, parts.weights, parts.order, forward_loss, walking, gradients)
             except BaseException:
                 self._abandon_step()
                 raise
@@ -214,13 +217,13 @@ class Engine:
         return gated(output, self, self._passes.step_number)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backpropagate the loss of one micro-batch, divided by the number of micro-batches of a step.
+        """Backpropagate the loss of one micro-batch, divided by the number of micro-batches and times the loss scale.
 
         An exception discards the step: part of the gradient was summed already.
         """
         with self._failing_on_io():
             try:
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._parts.loss_scaler.backpropagate(loss, self._parts.batch.num_micro_batches)
             except BaseException:
                 self._abandon_step()
                 raise
@@ -376,7 +379,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.is_gradient_accumulation_boundary():
             self._parts.walk.sums.open()
-        return 1.0 / self._parts.batch.num_micro_batches
+        return self._parts.loss_scaler.factor_left(self._parts.batch.num_micro_batches)
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that did not fail."""

@@ -11,7 +11,7 @@ from infinity.errors import ModelError
 from infinity.handles import Handle
 from infinity.memory.arena import Buffer
 from infinity.optim.reference import split_master
-from infinity.store.layout import Section, ShardLayout, Tile
+from infinity.store.layout import Plane, Section, ShardLayout, Tile
 from infinity.store.store import Store
 from infinity.zero.shard import TORCH_DTYPES
 from infinity.zero.units import ParameterGroup, ParameterUse
@@ -74,39 +74,41 @@ def fill_shard(
     """
     uses = {use.name: use for use in group.uses}
     weights = store.weights(layout.index) or staging
-    low = torch.zeros(layout.num_state_elements, dtype=torch.int16)
+    masters = {
+        number: torch.zeros(section.shard_elements, dtype=TORCH_DTYPES[plane.dtype])
+        for number, section in enumerate(layout.sections)
+        if (plane := section.master_plane) is not None
+    }
     flat = weights.tensor(torch.uint8, layout.shard_weight_bytes)
     flat.zero_()
-    for section in layout.sections:
-        start = section.shard_byte_offset
+    for number, section in enumerate(layout.sections):
+        start, master = section.shard_byte_offset, masters.get(number)
         elements = flat[start : start + section.shard_elements * section.element_bytes].view(TORCH_DTYPES[section.dtype])
         for segment in section.segments:
             value = values.value(uses[segment.parameter]).reshape(-1)
             value = value[segment.parameter_offset : segment.parameter_offset + segment.length]
-            state_offset = section.state_offset + segment.offset
-            into = elements[segment.offset : segment.offset + segment.length]
-            _store_value(section, value, into, low[state_offset : state_offset + segment.length])
+            run = slice(segment.offset, segment.offset + segment.length)
+            _store_value(section, value, elements[run], None if master is None else master[run])
     for tile in layout.tiles:
-        _publish_state(store, tile, low)
+        _publish_state(store, tile, layout.sections[tile.section].master_plane, masters.get(tile.section))
     return store.publish_weights(layout.index, weights)
 
 
-def _store_value(section: Section, value: torch.Tensor, weights: torch.Tensor, low: torch.Tensor) -> None:
-    """Round the value half-up to the weights and keep what was cut off, where the master is split."""
+def _store_value(section: Section, value: torch.Tensor, weights: torch.Tensor, master: torch.Tensor | None) -> None:
+    """Round the value to the weights, and keep in `master` what its plane holds of it: what was cut off, or all."""
     for start in range(0, value.numel(), _CHUNK_ELEMENTS):
         piece = value[start : start + _CHUNK_ELEMENTS]
-        if section.dtype != "bfloat16":
-            weights[start : start + piece.numel()].copy_(piece)
-            continue
-        high, rest = split_master(piece.to(torch.float32))
-        weights[start : start + piece.numel()].copy_(high)
-        if section.trainable:
-            low[start : start + piece.numel()].copy_(rest)
+        rounded = kept = piece
+        if section.dtype == "bfloat16":
+            rounded, kept = split_master(piece.to(torch.float32))
+        weights[start : start + piece.numel()].copy_(rounded)
+        if master is not None:
+            master[start : start + piece.numel()].copy_(kept)
 
 
-def _publish_state(store: Store, tile: Tile, low: torch.Tensor) -> None:
+def _publish_state(store: Store, tile: Tile, plane: Plane | None, master: torch.Tensor | None) -> None:
     lease = store.new_tile(tile)  # zeros: the moments
-    if any(plane.name == "master_low" for plane in tile.planes):
-        plane = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
-        plane.copy_(low[tile.state_offset : tile.state_offset + tile.num_elements])
+    if plane is not None and master is not None:
+        values = lease.buffer.tensor(master.dtype, tile.num_elements, tile.plane_offset(plane.name))
+        values.copy_(master[tile.offset : tile.offset + tile.num_elements])
     store.publish_tile(tile, lease)

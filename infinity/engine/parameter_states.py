@@ -49,6 +49,7 @@ class StateAccess:
     store: Store
     weights: Weights
     gradients: WaitingGradients
+    loss_scale: Callable[[], float]  # by which gradients that wait are too large
     master: Callable[[Shard, ParameterSpec], torch.Tensor]  # full fp32 values, of a drained engine
     staging: Buffer  # host memory for one shard's weights
     ledger: Ledger
@@ -103,11 +104,12 @@ class StatesOfParameter:
     def get_gradient(self, *, local: bool) -> torch.Tensor | None:
         self.access.door.finish_gradients()
         values = self.access.gradients.read(self.shard.index, self.name)
-        return None if values is None else self._shaped(values.float(), local)
+        return None if values is None else self._shaped(values.float() / self.access.loss_scale(), local)
 
     def set_gradient(self, value: torch.Tensor, *, local: bool) -> None:
         self.access.door.finish_gradients()
-        self.access.gradients.write(self.shard.index, self.name, self._flat(value, local))
+        values = self._flat(value, local) * self.access.loss_scale()
+        self.access.gradients.write(self.shard.index, self.name, values)
 
     @property
     def _weight_bytes(self) -> int:

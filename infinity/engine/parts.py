@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.config.batch import BatchSizes
 from infinity.engine.activations import ActivationMeter
+from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.persistence import Persistence
@@ -45,6 +46,7 @@ class EngineParts:
     updater: Updater
     optimizer: Optimizer
     lr_schedule: LrSchedule
+    loss_scaler: LossScaler
     persistence: Persistence
     activations: ActivationMeter
     batch: BatchSizes

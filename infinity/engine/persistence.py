@@ -16,6 +16,7 @@ from infinity.checkpoint.sources import HostData
 from infinity.checkpoint.specs import BUFFER, WEIGHT, TensorSpec, tensor_name
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.engine.in_place import commit_in_place, require_adopted
+from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.planes import PLANE_DTYPES, leased, read_plane, section_of
@@ -23,7 +24,7 @@ from infinity.engine.tags import directory_of, find, note_latest
 from infinity.errors import SwapSpaceError
 from infinity.memory.arena import Buffer
 from infinity.optim.reference import join_master
-from infinity.store.layout import ParameterSpec, Section, ShardLayout, Tile, tile_segments
+from infinity.store.layout import MASTER_PLANES, ParameterSpec, Section, ShardLayout, Tile, tile_segments
 from infinity.store.store import Store
 from infinity.zero.shard import TORCH_DTYPES, Shard
 from infinity.zero.weights import Weights
@@ -58,6 +59,7 @@ class Persistence:
         weights: Weights,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
+        loss_scaler: LossScaler,
         precision: str,
         staging: Callable[[int], Buffer],
         adopted: CheckpointState | None,
@@ -69,6 +71,7 @@ class Persistence:
         self._weights = weights
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
+        self._loss_scaler = loss_scaler
         self._precision = precision
         self._staging = staging
         self._cpu_memory_bytes = cpu_memory_bytes  # the budget that the layout was planned for
@@ -111,6 +114,7 @@ class Persistence:
             counters=counters,
             data_position=extra,  # type: ignore[arg-type]
             rng_state=torch.get_rng_state().numpy().tobytes().hex(),
+            loss_scale=self._loss_scaler.record(),
         )
         buffers = _BufferSource(self._module)
         units = [_ShardSource(shard, self._store, self._weights) for shard in self._shards]
@@ -126,6 +130,7 @@ class Persistence:
         with open_checkpoint(find(path, tag)) as checkpoint:
             checkpoint.require_match(self._fingerprint())
             state = checkpoint.state
+            loss_scale = self._loss_scaler.recorded(state.loss_scale)
             if checkpoint.manifest.swap_files:
                 require_adopted(checkpoint, self._adopted)
             else:
@@ -138,6 +143,7 @@ class Persistence:
         counters = state.counters
         self._optimizer.steps = dict(counters.parameter_steps)
         self._lr_schedule.num_applied_steps = counters.schedule_position
+        self._loss_scaler.state = loss_scale
         if isinstance(state.rng_state, str):
             torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state.rng_state), dtype=torch.uint8))
         extra = state.data_position if isinstance(state.data_position, dict) else {}
@@ -148,9 +154,13 @@ class Persistence:
     def master(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
         """Return one parameter's fp32 master; its weight where it is frozen."""
         with _held(self._weights, shard, spec) as weight:
-            if spec.dtype != "bfloat16" or not spec.trainable:
+            plane = MASTER_PLANES.get(spec.dtype)
+            if plane is None or not spec.trainable:
                 return weight.to(torch.float32, copy=True)
-            return join_master(weight, read_plane(self._store, shard.layout, spec.name, "master_low").view(weight.shape))
+            if plane.name == "master_low":
+                return join_master(weight, read_plane(self._store, shard.layout, spec.name, plane.name).view(weight.shape))
+            shape = weight.shape
+        return read_plane(self._store, shard.layout, spec.name, plane.name).view(shape)
 
     # Checkpoints
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infinity.config import Config
-from infinity.engine.cut import CutModel
+from infinity.engine.cut import DTYPE_NAMES, CutModel
 from infinity.memory.device import ComputeDevice
 from infinity.memory.limits import HEADROOM_SHARE, plannable_host_bytes
 from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, plan_with_slots
@@ -18,12 +18,11 @@ from infinity.zero.shard import Residency
 
 # Of the budget, what is kept for activations where nobody says how many there are; measured from the first step on.
 _ACTIVATION_SHARE = 0.2
-_GRAD_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def grad_dtype_of(config: Config) -> str:
     """Return torch's name of the dtype to which finished gradients are rounded."""
-    return _GRAD_DTYPES[config.grad_dtype]
+    return DTYPE_NAMES[config.grad_dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 class UpdateResult:
     """The decision about one optimizer step."""
 
-    grad_norm: float  # global L2 norm before clipping; not finite where a gradient was not
+    grad_norm: float  # global L2 norm, unscaled, before clipping; not finite where a gradient was not
     clip_coefficient: float  # gradients were multiplied by it
     lr: float
+    loss_scale: float  # losses were multiplied by it; 1 but in fp16
     skipped: bool  # a gradient was not finite: no state was touched
     first_not_finite: str | None = None  # the parameter where backward met that first
 
@@ -27,6 +28,7 @@ class StepResult:
     grad_norm: float
     clip_coefficient: float
     lr: float
+    loss_scale: float  # the loss was multiplied by it before backward; 1 but in fp16
     skipped: bool
     first_not_finite: str | None  # of a skipped step: the parameter where backward met a gradient that is not finite first
     unit_loads: int
@@ -55,6 +57,7 @@ def step_result(
         grad_norm=update.grad_norm,
         clip_coefficient=update.clip_coefficient,
         lr=update.lr,
+        loss_scale=update.loss_scale,
         skipped=update.skipped,
         first_not_finite=update.first_not_finite,
         unit_loads=counters.get("unit_loads", 0),

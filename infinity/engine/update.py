@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.results import UpdateResult
@@ -31,6 +32,7 @@ class Updater:
         weights: Weights,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
+        loss_scaler: LossScaler,
         max_norm: float,
         grad_dtype: str,
         max_skipped_in_a_row: int,
@@ -42,10 +44,11 @@ class Updater:
         self._weights = weights
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
+        self._loss_scaler = loss_scaler
         self._max_norm = max_norm
         self._grad_dtype = grad_dtype
         self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._num_skipped_in_a_row = 0
+        self._num_skipped_in_a_row = 0  # with one loss scale: a lower one is a new chance
 
     def step(self) -> UpdateResult:
         """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched.
@@ -57,23 +60,25 @@ class Updater:
         self._lr_schedule.apply(self._optimizer.param_groups)
         hyper = self._optimizer.hyper()
         facts = self._gradients.take_facts()
-        norm = global_norm(facts.sums_of_squares)
+        scale = self._loss_scaler.scale
+        norm = global_norm(facts.sums_of_squares) / scale
         if not math.isfinite(norm):
             self._count_skip(facts.first_not_finite)
-            return UpdateResult(norm, 0.0, lr, skipped=True, first_not_finite=facts.first_not_finite)
+            return UpdateResult(norm, 0.0, lr, scale, skipped=True, first_not_finite=facts.first_not_finite)
         self._num_skipped_in_a_row = 0
+        self._loss_scaler.applied()
         coefficient = clip_coefficient(norm, self._max_norm) if self._max_norm > 0 else 1.0
         self.finish_pending()
         if self._user_writes.waiting:
             self._stream.drain()
             self._user_writes.take_in()
         steps = self._count(facts.touched)
-        self._stream.begin(UpdateStep(hyper, steps, coefficient, self._grad_dtype))
+        self._stream.begin(UpdateStep(hyper, steps, coefficient / scale, self._grad_dtype))
         self._weights.updates_are_due(sorted(steps))
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
         self._lr_schedule.advance()
         self._weights.rewind()
-        return UpdateResult(norm, coefficient, lr, skipped=False)
+        return UpdateResult(norm, coefficient, lr, scale, skipped=False)
 
     def finish_pending(self) -> None:
         """Make the updates that the step before left, for units that were not called since."""
@@ -90,6 +95,18 @@ class Updater:
         self._gradients.discard()
 
     def _count_skip(self, parameter: str | None) -> None:
+        scale = self._loss_scaler.scale
+        if not self._loss_scaler.overflowed():
+            self._num_skipped_in_a_row = 0
+            raise Diverged(
+                f"The gradient is not finite although the loss scale is {scale:g}, the lowest that fp16.min_loss_scale "
+                f"allows; backward met the first such element at {parameter}.",
+                remedy="The weights are those of the last step that was applied. Look for values beyond 65504 or NaN in the "
+                "data and the weights, go on from an earlier checkpoint with a lower learning rate, or train in bf16.",
+            )
+        if self._loss_scaler.scale < scale:
+            self._num_skipped_in_a_row = 0
+            return
         self._num_skipped_in_a_row += 1
         if self._num_skipped_in_a_row < self._max_skipped_in_a_row:
             return

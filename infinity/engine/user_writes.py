@@ -1,8 +1,9 @@
 """What the user writes into parameters that stay in memory, between steps, becomes their master: it is not half forgotten.
 
 A split bf16 master takes its high half from the weight itself, so that a write would meet the low half of the old value: up
-to half a unit in the last place away from what was written, and not a number where zero was. Writes through torch are seen
-by the tensor's version; only those through `parameter.data` have none (docs/decisions.md).
+to half a unit in the last place away from what was written, and not a number where zero was. Beside fp16 weights the master
+is whole, and the next update would write over them. Writes through torch are seen by the tensor's version; only those
+through `parameter.data` have none (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.store.layout import ParameterSpec, tile_segments
+from infinity.store.layout import MASTER_PLANES, ParameterSpec, tile_segments
 from infinity.store.store import Store
-from infinity.zero.shard import Residency, Shard
+from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
 
 
 @dataclass(slots=True)
@@ -74,20 +75,26 @@ class UserWrites:
             value = watched.shard.views(flat)[spec.name]
             if value.data_ptr() != watched.own.data_ptr():  # on a device of its own memory: the master is the host's
                 value.copy_(watched.own)
-        self._clear_low_halves(watched.shard, spec)
+        self._renew_master(watched.shard, spec, watched.own.reshape(-1))
         watched.version = parameter._version
 
-    def _clear_low_halves(self, shard: Shard, spec: ParameterSpec) -> None:
+    def _renew_master(self, shard: Shard, spec: ParameterSpec, written: torch.Tensor) -> None:
+        """Let what tiles hold of the parameter's master say what was written: nothing more than the weight, or all of it."""
+        plane = MASTER_PLANES.get(spec.dtype)
+        if plane is None or not spec.trainable:
+            return
         for tile in shard.layout.tiles:
-            if not any(plane.name == "master_low" for plane in tile.planes):
-                continue
             pieces = [
                 piece for piece in tile_segments(shard.layout.sections[tile.section], tile) if piece.parameter == spec.name
             ]
             if not pieces:
                 continue
             lease = self._store.fetch_tile(tile).wait()
-            low = lease.buffer.tensor(torch.int16, tile.num_elements, tile.plane_offset("master_low"))
+            master = lease.buffer.tensor(TORCH_DTYPES[plane.dtype], tile.num_elements, tile.plane_offset(plane.name))
             for piece in pieces:
-                low[piece.offset : piece.offset + piece.length] = 0
+                run = master[piece.offset : piece.offset + piece.length]
+                if plane.name == "master_low":
+                    run.zero_()
+                else:
+                    run.copy_(written[piece.parameter_offset : piece.parameter_offset + piece.length])
             self._store.publish_tile(tile, lease)

@@ -10,7 +10,11 @@ from infinity.optim.kernel import AdamArrays, AdamKernel, MasterFormat
 from infinity.states import Lifecycle
 from infinity.store.layout import ELEMENT_BYTES, Segment, ShardLayout, Tile, tile_segments
 
-_MASTER_FORMATS = {"bfloat16": MasterFormat.SPLIT_BF16, "float32": MasterFormat.FP32}
+_MASTER_FORMATS = {
+    "bfloat16": MasterFormat.SPLIT_BF16,
+    "float16": MasterFormat.FP32_OUT_FP16,
+    "float32": MasterFormat.FP32,
+}
 
 
 class UpdateState(Enum):
@@ -55,12 +59,15 @@ def compute_tile(
     planes = {plane.name: state + tile.plane_offset(plane.name) for plane in tile.planes}
     first_weight = weights + section.shard_byte_offset + tile.offset * section.element_bytes
     for segment, hyper in _touched_segments(layout, tile, step):
+        weight = first_weight + segment.offset * section.element_bytes
+        is_copy = master is MasterFormat.FP32_OUT_FP16  # of the master, which the tile holds whole
         arrays = AdamArrays(
-            weights=first_weight + segment.offset * section.element_bytes,
+            weights=planes["master"] + segment.offset * ELEMENT_BYTES["float32"] if is_copy else weight,
             exp_avg=planes["exp_avg"] + segment.offset * ELEMENT_BYTES["float32"],
             exp_avg_sq=planes["exp_avg_sq"] + segment.offset * ELEMENT_BYTES["float32"],
             grad=grad + segment.offset * ELEMENT_BYTES[step.grad_dtype],
             low=planes["master_low"] + segment.offset * ELEMENT_BYTES["int16"] if "master_low" in planes else 0,
+            out=weight if is_copy else 0,
         )
         kernel.adam_update(master, step.grad_dtype, segment.length, arrays, hyper, step.coefficient)
 

@@ -9,6 +9,7 @@ writes it and it stays zero.
     state elements                            | 0 ......................... | ......... num_state_elements |   elements
     tiles                                     | 0 | 1 | 2 | .. | last(short)| k | k+1 | ..                 |
     one tile's extent                         | master_low | exp_avg | exp_avg_sq | padding to 4 KiB |       (bf16)
+                                              | master | exp_avg | exp_avg_sq | padding |                    (fp16)
                                               | exp_avg | exp_avg_sq | padding |                             (fp32)
 """
 
@@ -38,9 +39,12 @@ class Plane:
 
 
 _MOMENTS = (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32"))
-# State planes by the dtype of the weights. bf16 weights are the high half of a split fp32 master (docs/numerics.md).
+# What a tile holds of the fp32 master, by the dtype of the weights: bf16 weights are its high half, fp16 weights a rounded
+# copy of it, fp32 weights the master itself (docs/numerics.md).
+MASTER_PLANES = {"bfloat16": Plane("master_low", "int16"), "float16": Plane("master", "float32")}
 STATE_PLANES: dict[str, tuple[Plane, ...]] = {
-    "bfloat16": (Plane("master_low", "int16"), *_MOMENTS),
+    "bfloat16": (MASTER_PLANES["bfloat16"], *_MOMENTS),
+    "float16": (MASTER_PLANES["float16"], *_MOMENTS),
     "float32": _MOMENTS,
 }
 
@@ -92,6 +96,11 @@ class Section:
     @property
     def planes(self) -> tuple[Plane, ...]:
         return STATE_PLANES[self.dtype] if self.trainable else ()
+
+    @property
+    def master_plane(self) -> Plane | None:
+        """The plane with what the weights do not say of the fp32 master; None where they say all or are frozen."""
+        return MASTER_PLANES.get(self.dtype) if self.trainable else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 
 from infinity.aio.select import Probe, works_in_all
 from infinity.byte_sizes import format_bytes
+from infinity.config import Config
 from infinity.config.optimizer import OptimizerSection
 from infinity.config.scheduler import SchedulerSection
 from infinity.engine import Engine, initialize
@@ -18,9 +19,11 @@ from infinity.optim.kernel import choose_kernel
 from infinity.placement import Plan, Schedule
 from infinity.store.checksums import checksum_kernels
 from infinity.train.activation_budget import activation_budget_bytes
-from infinity.train.preflight import STATE_BYTES_PER_PARAMETER, Checked
+from infinity.train.preflight import Checked, state_bytes
 from infinity.train.reporter import Reporter, Row
 from infinity.train.summary import io_words
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
@@ -29,7 +32,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
     Raises DoesNotFit, SwapSpaceError, StorageError, OverBudget; nothing is left behind then.
     """
     config, options = checked.config, checked.options
-    dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    dtype = _DTYPES[config.precision]
     tune_host_allocator()  # before the model's first buffer: torch asks for huge pages then or never
     model = build_meta_gpt(checked.gpt, dtype)
     activations = activation_budget_bytes(
@@ -80,7 +83,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
 def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter) -> None:
     """A note where the disk has no room for the swap files, the copies that are kept, and one more while it is written."""
     options = checked.options
-    copy_bytes = parameter_count(checked.gpt) * STATE_BYTES_PER_PARAMETER
+    copy_bytes = state_bytes(checked.config, parameter_count(checked.gpt))
     num_copies = options.keep + 1 if options.checkpoint_every else 1
     output = checked.output.directory
     needed = num_copies * copy_bytes
@@ -99,7 +102,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
     data = ", ".join(map(str, options.data)) or "the Python standard library's source"
     rows = [
         Row("model", f"{options.model}, {parameter_count(checked.gpt):,} parameters"),
-        Row("precision", "bf16 with a split fp32 master" if checked.config.bf16.enabled else "fp32"),
+        Row("precision", _precision_words(checked.config)),
         Row("optimizer", _optimizer_words(checked.config.optimizer)),
         Row("lr schedule", _schedule_words(checked.config.scheduler)),
         Row("data", f"{format_bytes(checked.corpus.num_bytes)} in {len(checked.corpus.sources)} files: {data}"),
@@ -124,6 +127,18 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         )
         rows.append(Row("checksums", checksums))
     return tuple(rows)
+
+
+def _precision_words(config: Config) -> str:
+    if config.precision == "fp32":
+        return "fp32"
+    if config.precision == "bf16":
+        return "bf16 with a split fp32 master"
+    section = config.fp16
+    scale = f"loss scale {section.loss_scale:g}"
+    if not section.loss_scale:
+        scale = f"loss scale from {2.0**section.initial_scale_power:g}, dynamic"
+    return f"fp16 beside an fp32 master, {scale}"
 
 
 def _optimizer_words(section: OptimizerSection) -> str:

@@ -143,13 +143,14 @@ class Loop:
             tokens_per_second=tokens / seconds, nvme_read_bytes=result.nvme_read_bytes + carried["nvme_read_bytes"],
             nvme_write_bytes=result.nvme_write_bytes + carried["nvme_write_bytes"], unit_loads=result.unit_loads,
             cpu_memory_peak_bytes=self._engine.ledger.peak(Tier.CPU), rss_peak_bytes=peak_rss_bytes(),
-            skipped=result.skipped,
+            skipped=result.skipped, loss_scale=result.loss_scale,
         )  # fmt: skip
         self._totals.add(record)
         self._metrics.append(record.as_json())
         if record.skipped:
+            at_scale = f" at a loss scale of {record.loss_scale:g}" if record.loss_scale != 1 else ""
             self._reporter.note(
-                f"Step {record.step} was skipped: the gradient of {result.first_not_finite} is not finite. "
+                f"Step {record.step} was skipped: the gradient of {result.first_not_finite} is not finite{at_scale}. "
                 "Weights and lr stay."
             )
         self._reporter.step(record, self._progress())
@@ -236,7 +237,7 @@ class Loop:
             registered_files=self._engine.io.registered_files,
             registered_buffers=self._engine.io.registered_buffers,
             checksums=self._engine.plan.uses_nvme and checked.config.infinity.checksums,
-            precision="bf16" if checked.config.bf16.enabled else "fp32",
+            precision=checked.config.precision,
             resumed_from=str(checked.resume_from) if checked.resume_from else None,
             checkpoint=self._saved[1] if self._saved else None,
             weights=weights,

@@ -53,6 +53,7 @@ def _decisive(checked: Checked) -> dict[str, object]:
         "seed": config.seed,
         "gradient_clipping": config.gradient_clipping,
         "grad_dtype": config.grad_dtype,
+        **({f"fp16.{key}": value for key, value in config.fp16.model_dump().items()} if config.fp16.enabled else {}),
         "optimizer.type": config.optimizer.type,
         "scheduler.type": config.scheduler.type,
         **{

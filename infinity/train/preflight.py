@@ -24,8 +24,9 @@ from infinity.train.options import TrainOptions, check_counts
 from infinity.train.output import Output, check_output, default_output
 from infinity.train.reporter import Reporter
 
-# Weights, master and moments: 2 + 2 + 4 + 4 in bf16, 4 + 4 + 4 in fp32.
-STATE_BYTES_PER_PARAMETER = 12
+# Bytes a parameter: weights; and the optimizer's: of the master what the weights do not hold, and two moments.
+_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_OPTIMIZER_BYTES = {"bf16": 2 + 8, "fp16": 4 + 8, "fp32": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
         require_distinct(options.config.nvme_directories)
         adopted_bytes = _adopted_bytes(resume_from)
         _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - adopted_bytes, directories)
-        _require_room(options, STATE_BYTES_PER_PARAMETER * parameter_count(gpt) - adopted_bytes, limit, directories)
+        needed_bytes = state_bytes(options.config, parameter_count(gpt)) - adopted_bytes
+        _require_room(options, needed_bytes, limit, directories)
         probes = {facts.path: probe(facts.path, options.config.infinity.engine) for facts in directories}
         for sentence in (note for found in probes.values() for note in found.notes):
             reporter.note(sentence)
@@ -79,11 +81,15 @@ def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
     return checked
 
 
+def state_bytes(config: Config, num_parameters: int) -> int:
+    """Return the bytes of weights, masters and moments: those of a checkpoint, without padding."""
+    return num_parameters * (_WEIGHT_BYTES[config.precision] + _OPTIMIZER_BYTES[config.precision])
+
+
 def least_nvme_bytes(config: Config, num_parameters: int) -> int:
     """Return the bytes that the states forced to NVMe need at least: without padding, spill and checkpoints."""
-    zero, is_bf16 = config.zero_optimization, config.bf16.enabled
-    optimizer_bytes = 10 if is_bf16 else 8  # split master's low half and two moments; fp32 keeps no second master
-    weight_bytes = 2 if is_bf16 else 4
+    zero = config.zero_optimization
+    optimizer_bytes, weight_bytes = _OPTIMIZER_BYTES[config.precision], _WEIGHT_BYTES[config.precision]
     return num_parameters * (
         optimizer_bytes * (zero.offload_optimizer.device == "nvme") + weight_bytes * (zero.offload_param.device == "nvme")
     )

@@ -24,6 +24,7 @@ class StepRecord:
     cpu_memory_peak_bytes: int  # the ledger's, since the start
     rss_peak_bytes: int  # the process's, since the start
     skipped: bool
+    loss_scale: float  # of this step; 1 but in fp16
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)

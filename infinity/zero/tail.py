@@ -25,8 +25,12 @@ class Root:
 
 
 def scaled(loss: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Return the gradient of the step's loss with respect to this micro-batch's: its weight in the mean."""
-    return torch.full_like(loss, coefficient, memory_format=torch.preserve_format)
+    """Return the gradient of the step's loss with respect to this micro-batch's: its weight in the mean, times a loss scale.
+
+    It is infinite where the loss's dtype cannot hold it, as an fp16 loss and a large scale have it.
+    """
+    wide = torch.full_like(loss, coefficient, dtype=torch.float64, memory_format=torch.preserve_format)
+    return wide.to(loss.dtype)
 
 
 def separable_tail(micro_batch: MicroBatch, loss: torch.Tensor) -> LastCall | None:

@@ -39,7 +39,7 @@ BAD_INPUT = {
     "no size": (["--cpu-memory", "2XB"], 2, "'2XB'", "2GiB"),
     "unknown tier": (["--offload-params", "disk"], 2, "'disk'", "nvme"),
     "unknown schedule": (["--lr-schedule", "step"], 2, "'step'", "cosine"),
-    "unknown precision": (["--precision", "fp16"], 2, "'fp16'", "Known: bf16, fp32"),
+    "unknown precision": (["--precision", "fp12"], 2, "'fp12'", "Known: bf16, fp16, fp32"),
     "no whole number": (["--steps", "many"], 2, "'many' is not a whole number", "--steps"),
     "no whole number of steps between checkpoints": (["--checkpoint-every", "x"], 2, "'x' is not a whole number", ""),
     "empty output": (["--output", ""], 2, "'' is not a path", "--output"),

@@ -78,7 +78,7 @@ def test_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"infinity": {"nvme": [3]}}, "infinity.nvme: [3] should be a directory"),
         ({"infinity": {"tile_slots": 1}}, "infinity.tile_slots: 1 should be greater than or equal to 2"),
         ({"aio": {"block_size": 1000}}, "aio.block_size: 1000 should be a multiple of 4096 bytes"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled: fp16 comes in a later release"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         (
             {"fp16": {"initial_scale_power": 4, "min_loss_scale": 32}},
             "min_loss_scale 32 is more than the scale that the run begins with, 2^initial_scale_power = 2^4 = 16",
@@ -86,6 +86,8 @@ def test_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale: 0 should be greater than 0"),
         ({"fp16": {"auto_cast": True}}, "fp16.auto_cast: true is not supported"),
         ({"infinity": {"grad_dtype": "bf16"}}, "a bf16 gradient needs bf16.enabled"),
+        ({"fp16": {"enabled": True}, "infinity": {"grad_dtype": "bf16"}}, "this is a run in fp16"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "a fp16 gradient needs fp16.enabled"),
         (
             {"bf16": {"enabled": True}, "infinity": {"grad_dtype": "bf16"}, "data_types": {"grad_accum_dtype": "fp32"}},
             "contradicts",

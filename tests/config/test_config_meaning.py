@@ -103,11 +103,25 @@ def test_directories_are_collected_once_from_sections_that_use_them() -> None:
 
 
 def test_gradient_dtype_follows_the_precision_unless_it_is_set() -> None:
-    """bf16 runs round gradients to bf16, fp32 runs keep fp32, and either key for it is honoured."""
+    """bf16 and fp16 runs round gradients to the dtype of their weights, fp32 runs keep fp32; either key is honoured."""
     assert Config.from_any({}).grad_dtype == "fp32"
     assert Config.from_any({"bf16.enabled": True}).grad_dtype == "bf16"
+    assert Config.from_any({"fp16.enabled": True}).grad_dtype == "fp16"
+    assert Config.from_any({"fp16.enabled": True, "data_types.grad_accum_dtype": "fp32"}).grad_dtype == "fp32"
     assert Config.from_any({"bf16.enabled": True, "infinity.grad_dtype": "fp32"}).grad_dtype == "fp32"
     assert Config.from_any({"bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"}).grad_dtype == "fp32"
+
+
+def test_keys_of_a_loss_scale_without_effect_are_noted() -> None:
+    """What fp16 says of its scale has an effect in fp16 runs only, and of a static scale nothing else has."""
+    keys = {"fp16.loss_scale": 128, "fp16.hysteresis": 4}
+    assert Config.from_any(keys).notes() == tuple(f"{key}: has no effect because fp16 is off." for key in keys)
+    static = Config.from_any({"fp16.enabled": True, **keys})
+    assert static.notes() == ("fp16.hysteresis: has no effect because fp16.loss_scale is static.",)
+    assert Config.from_any({"fp16.enabled": True, "fp16.loss_scale": 0, "fp16.hysteresis": 4}).notes() == ()
+    assert [Config.from_any(values).precision for values in ({}, {"bf16.enabled": True}, {"fp16.enabled": True})] == [
+        "fp32", "bf16", "fp16",
+    ]  # fmt: skip
 
 
 def test_whole_floats_are_counts() -> None:

@@ -157,7 +157,7 @@ def test_known_keys_without_an_effect_are_frozen() -> None:
     assert not set(SWITCHED_SECTIONS) & (set(KNOWN) | SCHEMA.sections)
 
 
-@pytest.mark.parametrize("key", sorted(set(FIELDS) - {"fp16.enabled"}))
+@pytest.mark.parametrize("key", sorted(FIELDS))
 def test_every_key_takes_a_value_and_keeps_it(key: str) -> None:
     """A value other than the default is kept, differs from the default, and is read back from what is saved."""
     config = Config.from_any({**COMPANIONS.get(key, {}), key: FIELDS[key]})

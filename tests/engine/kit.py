@@ -197,14 +197,16 @@ def kit_of(name: str) -> Kit:
 
 def settings(
     nvme: Path, *, optim: str = "cpu", params: str = "cpu", bf16: bool = True, num_micro_batches: int = 1, clip: float = 1.0,
-    lr: float = 1e-2, weight_decay: float = 0.1, scheduler: Mapping[str, Any] | None = None, **own: Any,
+    lr: float = 1e-2, weight_decay: float = 0.1, scheduler: Mapping[str, Any] | None = None,
+    fp16: Mapping[str, Any] | None = None, **own: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a configuration; `own` are keys of the section `infinity`."""
+    """Return a configuration; `own` are keys of the section `infinity`. With keys for `fp16` it is a run in fp16."""
     return {
         "gradient_accumulation_steps": num_micro_batches,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": clip,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": bf16 and fp16 is None},
+        "fp16": {"enabled": fp16 is not None, **(fp16 or {})},
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": weight_decay}},
         "scheduler": dict(scheduler or {}),
         "zero_optimization": {"offload_optimizer": {"device": optim}, "offload_param": {"device": params}},
@@ -230,6 +232,8 @@ class Run:
 
 
 def compute_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    if config["fp16"]["enabled"]:
+        return torch.float16
     return torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
 
 

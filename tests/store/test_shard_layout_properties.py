@@ -20,7 +20,7 @@ def parameters(draw: st.DrawFn) -> list[ParameterSpec]:
         ParameterSpec(
             f"p{number}",
             (size,),
-            draw(st.sampled_from(["bfloat16", "float32"])),
+            draw(st.sampled_from(["bfloat16", "float16", "float32"])),
             draw(st.booleans()),
             draw(st.integers(0, 2)),
         )
@@ -90,12 +90,12 @@ def test_every_rank_has_the_same_sizes_and_alignment(specs: list[ParameterSpec],
 
 
 @pytest.mark.parametrize("remainder", [1, 2, 4, 510])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_byte_sizes_next_to_multiples_of_512_get_whole_pages(remainder: int, dtype: str) -> None:
     """n * 512 + {1, 2, 4, 510} elements: the extent is padded, the logical length is kept apart. C1."""
     spec = ParameterSpec("p", (9 * 512 + remainder,), dtype, True)
     layout = shard_layout(0, "unit", [spec], tile_elements=1024)
-    state_bytes = {"bfloat16": 10, "float32": 8}[dtype]
+    state_bytes = {"bfloat16": 10, "float16": 12, "float32": 8}[dtype]
     assert sum(segment.length for segment in layout.sections[0].segments) == spec.numel
     assert layout.num_state_elements >= spec.numel
     for tile in layout.tiles:

@@ -117,10 +117,15 @@ def test_the_plan_says_how_the_update_is_computed(tmp_path: Path, monkeypatch: p
     assert re.fullmatch(r"AdamW, lr .+, betas 0\.8 0\.95, eps 1e-08, weight decay .+", said["optimizer"])
 
 
-@pytest.mark.parametrize("is_bf16", [True, False])
-def test_disk_and_resume_change_no_bit(tmp_path: Path, is_bf16: bool) -> None:
-    """All in RAM, all on disk, and stopped after step 2 and resumed: equal losses and equal weights, bit for bit."""
-    precision: dict[str, object] = {"bf16.enabled": is_bf16}
+@pytest.mark.parametrize("name", ["bf16", "fp32", "fp16"])
+def test_disk_and_resume_change_no_bit(tmp_path: Path, name: str) -> None:
+    """All in RAM, all on disk, and stopped after step 2 and resumed: equal losses and equal weights, bit for bit.
+
+    In fp16 the loss scale is in the metrics: it is doubled after two steps, the second of which is the last before the stop.
+    """
+    precision: dict[str, object] = {"bf16.enabled": name == "bf16"}
+    if name == "fp16":
+        precision = {"fp16.enabled": True, "fp16.initial_scale_power": 8, "fp16.loss_scale_window": 2}
     run(tmp_path, "ram", precision, save_weights=True)
     summary, reporter = run(tmp_path, "disk", {**precision, **NVME}, checkpoint_every=2, save_weights=True)
     resume = str(tmp_path / "disk" / "checkpoints" / "step-00000002")
@@ -128,10 +133,14 @@ def test_disk_and_resume_change_no_bit(tmp_path: Path, is_bf16: bool) -> None:
     assert resumed.steps_in_this_process == STEPS - 2
     assert losses(tmp_path / "disk") == losses(tmp_path / "ram")
     assert losses(tmp_path / "resumed") == losses(tmp_path / "ram")[2:]
+    scales = [record["loss_scale"] for record in read_jsonl(tmp_path / "disk" / "metrics.jsonl")]
+    assert scales == ([256, 256, 512, 512] if name == "fp16" else [1] * STEPS)
+    assert [record["loss_scale"] for record in read_jsonl(tmp_path / "resumed" / "metrics.jsonl")] == scales[2:]
+    assert summary.precision == name
     expected = load_file(tmp_path / "ram" / "weights" / "model.safetensors")
     assert sum(tensor.numel() for tensor in expected.values()) == parameter_count(preset("gpt-1m"))
-    for name in ("disk", "resumed"):
-        found = load_file(tmp_path / name / "weights" / "model.safetensors")
+    for output in ("disk", "resumed"):
+        found = load_file(tmp_path / output / "weights" / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(found[key].equal(expected[key]) for key in expected)
     assert summary.nvme_write_bytes > 0

@@ -72,6 +72,7 @@ class FakeResult:
     grad_norm: float | None
     lr: float
     skipped: bool
+    loss_scale: float = 1.0
     first_not_finite: str | None = "head.weight"
     unit_loads: int = 4
     nvme_read_bytes: int = 100
