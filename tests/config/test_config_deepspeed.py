@@ -136,6 +136,16 @@ ALL_AUTO = {
     "wall_clock_breakdown": False,
 }
 
+FP16_SCALE = {
+    "auto_cast": False,
+    "loss_scale": 0,
+    "initial_scale_power": 15,
+    "loss_scale_window": 500,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+
 FP16_DYNAMIC = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -143,15 +153,7 @@ FP16_DYNAMIC = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
     "gradient_clipping": 1.0,
     "prescale_gradients": False,
-    "fp16": {
-        "auto_cast": False,
-        "loss_scale": 0,
-        "initial_scale_power": 15,
-        "loss_scale_window": 500,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-    },
+    "fp16": FP16_SCALE,
     "zero_optimization": {"stage": 0, "cpu_offload": False},
 }
 
@@ -172,7 +174,8 @@ GUIDES: dict[str, dict[str, object]] = {
     "stage3-cpu": STAGE3_CPU,
     "stage2": STAGE2,
     "all-auto": ALL_AUTO,
-    "fp16-dynamic": FP16_DYNAMIC,
+    "fp16-off": FP16_DYNAMIC,
+    "fp16-dynamic": {**FP16_DYNAMIC, "fp16": {**FP16_SCALE, "enabled": True}},
 }
 
 
