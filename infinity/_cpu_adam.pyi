@@ -26,7 +26,7 @@ class AdamScalars:
         beta2: float,
         lerp_weight: float,
         square_weight: float,
-        root_scale: float,
+        root_correction: float,
         eps: float,
         step_size: float,
     ) -> None: ...

@@ -21,7 +21,7 @@ public:
           beta2_(V::set(scalars.beta2)),
           lerp_weight_(V::set(from_moment_ ? scalars.lerp_weight : scalars.lerp_weight - 1.0f)),
           square_weight_(V::set(scalars.square_weight)),
-          root_scale_(V::set(scalars.root_scale)),
+          root_correction_(V::set(scalars.root_correction)),
           eps_(V::set(scalars.eps)),
           step_size_(V::set(scalars.step_size)) {}
 
@@ -36,11 +36,11 @@ public:
         moment = V::add(from_moment_ ? moment : grad, change);
         square = V::add(V::mul(square, beta2_), V::mul(V::mul(square_weight_, grad), grad));
 
-        const auto denominator = V::add(V::mul(V::sqrt(square), root_scale_), eps_);
+        const auto denominator = V::add(V::div(V::sqrt(square), root_correction_), eps_);
         return V::add(weight, V::div(V::mul(step_size_, moment), denominator));
     }
 
 private:
     const bool from_moment_, coupled_;
-    const Float coefficient_, decay_, l2_, beta2_, lerp_weight_, square_weight_, root_scale_, eps_, step_size_;
+    const Float coefficient_, decay_, l2_, beta2_, lerp_weight_, square_weight_, root_correction_, eps_, step_size_;
 };

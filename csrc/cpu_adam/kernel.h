@@ -43,7 +43,7 @@ struct AdamScalars {
     float beta2;
     float lerp_weight;   // 1 - beta1
     float square_weight; // 1 - beta2
-    float root_scale;  // 1 / sqrt(1 - beta2^step)
+    float root_correction;  // sqrt(1 - beta2^step)
     float eps;
     float step_size;     // -lr / (1 - beta1^step)
 };

@@ -178,10 +178,10 @@ std::map<std::string, std::string> requirements() {
 }
 
 AdamScalars scalars(double coefficient, double decay, double l2, double beta2, double lerp_weight, double square_weight,
-                double root_scale, double eps, double step_size) {
+                double root_correction, double eps, double step_size) {
     const auto once = [](double value) { return static_cast<float>(value); };
     return {once(coefficient),   once(decay),           once(l2),  once(beta2),    once(lerp_weight),
-            once(square_weight), once(root_scale), once(eps), once(step_size)};
+            once(square_weight), once(root_correction), once(eps), once(step_size)};
 }
 
 }  // namespace
@@ -205,7 +205,7 @@ PYBIND11_MODULE(_cpu_adam, module) {
         .value("fp32_out_fp16", MasterFormat::fp32_out_fp16);
     py::class_<AdamScalars>(module, "AdamScalars")
         .def(py::init(&scalars), py::kw_only(), py::arg("coefficient"), py::arg("decay"), py::arg("l2"), py::arg("beta2"),
-             py::arg("lerp_weight"), py::arg("square_weight"), py::arg("root_scale"), py::arg("eps"),
+             py::arg("lerp_weight"), py::arg("square_weight"), py::arg("root_correction"), py::arg("eps"),
              py::arg("step_size"));
     py::class_<Arrays>(module, "Arrays")
         .def(py::init(&arrays), py::kw_only(), py::arg("weights"), py::arg("low"), py::arg("out"), py::arg("states"),

@@ -17,7 +17,7 @@ class AdamScalars:
     beta2: float
     lerp_weight: float
     square_weight: float
-    root_scale: float
+    root_correction: float
     eps: float
     step_size: float  # negative
 
@@ -35,17 +35,14 @@ class AdamHyper:
     decoupled: bool  # AdamW (Loshchilov and Hutter, 2019); else weight decay is added to the gradient
 
     def scalars(self) -> AdamScalars:
-        """Return the scalars by the formulas of torch.optim.adam._single_tensor_adam, in double.
-
-        But for `root_scale`, the reciprocal of what torch divides by: a division costs a tenth of the whole update.
-        """
+        """Return the scalars by the formulas of torch.optim.adam._single_tensor_adam, in double."""
         return AdamScalars(
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
             l2=0.0 if self.decoupled else self.weight_decay,
             beta2=self.beta2,
             lerp_weight=1 - self.beta1,
             square_weight=1 - self.beta2,
-            root_scale=(1 - self.beta2**self.step) ** -0.5,
+            root_correction=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             step_size=-(self.lr / (1 - self.beta1**self.step)),
         )

@@ -170,7 +170,7 @@ def _native_scalars(hyper: AdamHyper, coefficient: float) -> _cpu_adam.AdamScala
         beta2=scalars.beta2,
         lerp_weight=scalars.lerp_weight,
         square_weight=scalars.square_weight,
-        root_scale=scalars.root_scale,
+        root_correction=scalars.root_correction,
         eps=scalars.eps,
         step_size=scalars.step_size,
     )

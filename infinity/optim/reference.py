@@ -56,7 +56,9 @@ def adam_update_(
         exp_avg.copy_(scaled + change * (weight - 1))
     exp_avg_sq.mul_(_scalar(scalars.beta2, master))
     exp_avg_sq.add_(scaled * _scalar(scalars.square_weight, master) * scaled)
-    denominator = exp_avg_sq.double().sqrt().float() * _scalar(scalars.root_scale, master) + _scalar(scalars.eps, master)
+    denominator = exp_avg_sq.double().sqrt().float() / _scalar(scalars.root_correction, master) + _scalar(
+        scalars.eps, master
+    )
     master.add_(exp_avg * _scalar(scalars.step_size, master) / denominator)
 
 

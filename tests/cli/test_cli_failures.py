@@ -203,7 +203,7 @@ def test_an_interrupt_while_the_command_line_is_loaded(ignored: bool, place: Pat
         "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
         "    return real(name, *rest)\n"
         "builtins.__import__ = loading\n"
-        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"signal.signal(signal.SIGINT, signal.{'SIG_IGN' if ignored else 'default_int_handler'})\n"  # whatever was inherited
         "sys.argv[1:] = ['--version']; from infinity.cli.entry import main; main()"
     )
     done = run_with(script, place, subprocess.DEVNULL)
