@@ -87,13 +87,11 @@ def initialize(
     Raises ConfigError, DoesNotFit, ModelError, OverBudget, StorageError, and IllegalTransition for a model that an engine
     has or had; nothing is left behind then, and the model is as it was.
     """
-    if model is None:
-        raise ConfigError("initialize got no model.", remedy="Give initialize(model=...).")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize got mpu or mesh_param: model parallelism is not supported.", remedy="Leave them out.")
     resolved = Config.from_any(given_config(config, config_params, args))
     ranks = ranks_of_this_process()
-    require_own_weights(model)
+    model = require_own_weights(model)
     engine = build_engine(
         model=model,
         config=resolved,

@@ -25,8 +25,8 @@ from infinity.zero.weights import Slot
 _TAKEN: WeakSet[nn.Module] = WeakSet()
 
 
-def require_own_weights(model: nn.Module) -> None:
-    """Raise ModelError for what is no module, and IllegalTransition where any part of it was given to an engine before."""
+def require_own_weights(model: object) -> nn.Module:
+    """Return the model; ModelError for what is no module, IllegalTransition where a part of it was given to an engine."""
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ModelError(f"model is {got}, not a torch.nn.Module.", remedy="Give initialize(model=...) the model itself.")
@@ -37,6 +37,7 @@ def require_own_weights(model: nn.Module) -> None:
                 f"{type(model).__name__} has no weights of its own: {part} was given to infinity.initialize before.",
                 remedy="Go on with that engine, or build the model anew; engine.state_dict() has the weights before close.",
             )
+    return model
 
 
 def take_over(
