@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import infinity as deepspeed
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ModelError
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -171,7 +171,7 @@ def test_a_configuration_is_given_once(nvme: Path, tmp_path: Path) -> None:
     given = config(nvme)
     with pytest.raises(ConfigError, match=r"config and as args.deepspeed_config"):
         deepspeed.initialize(args=argparse.Namespace(deepspeed_config="x.json"), model=net(), config=given)
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ModelError, match="model is a NoneType"):
         deepspeed.initialize(config=given)
     with pytest.raises(ConfigError, match="model parallelism"):
         deepspeed.initialize(model=net(), config=given, mpu=object())  # type: ignore[arg-type]
