@@ -131,7 +131,7 @@ def test_oracle_bit_for_bit(kit: Kit, nvme: Path) -> None:
 
 def test_one_update_is_torchs_to_four_ulp(nvme: Path) -> None:
     """From equal states and gradients: torch.optim.AdamW on the unscaled gradient moves the fp32 master as we do."""
-    config = settings(nvme, fp16={"loss_scale": 4096}, clip=0.0, lr=1e-3, **NVME)
+    config = settings(nvme, fp16={"loss_scale": 4096}, clip=0.0, lr=1e-2, **NVME)
     oracle = Oracle(UNTIED_GPT.build(), 4096.0)
     batch = UNTIED_GPT.batches(0, 1, torch.float16)
     with open_engine(UNTIED_GPT.build(), config) as engine:
@@ -141,7 +141,7 @@ def test_one_update_is_torchs_to_four_ulp(nvme: Path) -> None:
     before = {name: value.detach().clone() for name, value in masters.items()}
     for name, gradient in oracle.gradients(batch)[1].items():
         masters[name].grad = gradient.float() / 4096
-    torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.1, foreach=False).step()
+    torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.1, foreach=False).step()
     for name, expected in masters.items():
         largest = torch.maximum(before[name].abs(), expected.detach().abs())
         ulp = torch.nextafter(largest, torch.tensor(torch.inf)) - largest
