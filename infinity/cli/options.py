@@ -98,7 +98,7 @@ MicroBatches = Annotated[int | None, _whole(_STEP, "--micro-batches", "Micro-bat
 SeqLen = Annotated[int, _whole(_STEP, "--seq-len", "Tokens in a sequence.", "S", "256")]
 Lr = Annotated[float | None, _number(_STEP, "--lr", "Peak learning rate.", "X", "by model size")]
 LrSchedule = Annotated[str | None, _option(_STEP, "--lr-schedule", "How lr goes down.", "constant|linear|cosine", "cosine")]
-WarmupSteps = Annotated[int | None, _whole(_STEP, "--warmup-steps", "Steps in which lr rises from 0.", "N", "10")]
+WarmupSteps = Annotated[int | None, _whole(_STEP, "--warmup-steps", "Steps in which lr rises from 0.", "N", "10, at most a quarter")]
 WeightDecay = Annotated[float | None, _number(_STEP, "--weight-decay", "Decoupled, as in AdamW.", "X", "0.1")]
 GradClip = Annotated[float | None, _number(_STEP, "--grad-clip", "Largest global gradient norm; 0: no limit.", "X", "1")]
 Precision = Annotated[
@@ -109,7 +109,7 @@ Schedule = Annotated[str | None, _option(_STEP, "--schedule", "Order of work.", 
 Check = Annotated[bool | None, _option(_STEP, "--check", "Compare every rerun's outputs with the first run's, in bits.")]
 
 _TIERS = "auto|gpu|cpu|nvme"
-Nvme = Annotated[list[str] | None, _option(_PLACES, "--nvme", "Directory on a local SSD; repeatable: striped.", "DIR")]
+Nvme = Annotated[list[str] | None, _option(_PLACES, "--nvme", "Directory on a local SSD; repeatable: shared out.", "DIR")]
 CpuMemory = Annotated[str | None, _option(_PLACES, "--cpu-memory", "RAM budget, such as 2GiB.", "SIZE", "what is free")]
 GpuMemory = Annotated[str | None, _option(_PLACES, "--gpu-memory", "GPU budget, such as 20GiB.", "SIZE", "what is free")]
 OffloadOptimizer = Annotated[str | None, _option(_PLACES, "--offload-optimizer", "Tier of optimizer state. [auto]", _TIERS)]

@@ -105,7 +105,7 @@ def _ways_out(request: PlanRequest) -> list[str]:
     for words, changed in _changes(request):
         needed = smallest_cpu_memory_bytes(changed)
         if needed is not None and needed <= request.cpu_memory_bytes:
-            fitting.append(f"{words} would do with {format_bytes(needed * request.num_local_ranks)}")
+            fitting.append(f"{words} would do with {format_bytes(needed * request.num_local_ranks)} of RAM")
         if len(fitting) == _MAX_WAYS_OUT:
             break
     return fitting
@@ -113,7 +113,7 @@ def _ways_out(request: PlanRequest) -> list[str]:
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if not request.has_nvme:
-        yield "--nvme DIR", replace(request, has_nvme=True, nvme_free_bytes=None)
+        yield "an NVMe directory", replace(request, has_nvme=True, nvme_free_bytes=None)
     elif request.nvme_free_bytes is not None:
         yield "more free space on NVMe", replace(request, nvme_free_bytes=None)
     if request.keeps_sums:

@@ -8,7 +8,7 @@ from infinity.placement import Schedule
 
 # What the C library's allocator keeps above the tensors that are alive.
 _ALLOCATOR_SHARE = 1.25
-_ALLOCATOR_BYTES = 24 * MIB
+_ALLOCATOR_BYTES = 36 * MIB
 
 
 def activation_budget_bytes(
