@@ -1,0 +1,29 @@
+"""Fixtures of the tests over ranks: processes for the whole session, a directory for swap files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "engine"))  # the models and settings of the engine's tests
+
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes that play the ranks of one job after another."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    """A directory for swap files."""
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    return directory
