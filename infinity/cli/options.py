@@ -98,7 +98,9 @@ MicroBatches = Annotated[int | None, _whole(_STEP, "--micro-batches", "Micro-bat
 SeqLen = Annotated[int, _whole(_STEP, "--seq-len", "Tokens in a sequence.", "S", "256")]
 Lr = Annotated[float | None, _number(_STEP, "--lr", "Peak learning rate.", "X", "by model size")]
 LrSchedule = Annotated[str | None, _option(_STEP, "--lr-schedule", "How lr goes down.", "constant|linear|cosine", "cosine")]
-WarmupSteps = Annotated[int | None, _whole(_STEP, "--warmup-steps", "Steps in which lr rises from 0.", "N", "10, at most a quarter")]
+WarmupSteps = Annotated[
+    int | None, _whole(_STEP, "--warmup-steps", "Steps in which lr rises from 0.", "N", "10, at most a quarter")
+]
 WeightDecay = Annotated[float | None, _number(_STEP, "--weight-decay", "Decoupled, as in AdamW.", "X", "0.1")]
 GradClip = Annotated[float | None, _number(_STEP, "--grad-clip", "Largest global gradient norm; 0: no limit.", "X", "1")]
 Precision = Annotated[
