@@ -13,19 +13,18 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
-from infinity.engine.gate import gated
-from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
+from infinity.engine.familiar_loop import FamiliarLoop
+from infinity.engine.lifetime import EngineState
 from infinity.engine.lr_schedule import LrSchedule
+from infinity.engine.open_step import OpenStep
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.parts import EngineParts
-from infinity.engine.passes import Passes
 from infinity.engine.persistence import StepCounts
-from infinity.engine.results import IoFacts, StepResult, step_result
+from infinity.engine.results import IoFacts, StepResult
 from infinity.engine.tags import LoadedCheckpoint
-from infinity.errors import ConfigError, Diverged, IllegalTransition, StorageError
+from infinity.errors import StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.placement.plan import Plan
-from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.horizontal import run_horizontally
 from infinity.zero.micro_batch import MicroBatch
@@ -40,12 +39,8 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._lifecycle = Lifecycle("engine", EngineState.READY, MOVES)
-        self._passes = Passes(parts.batch.num_micro_batches)
-        self._step_was_applied = False
-        self.micro_steps = 0  # micro-batches that have run backward
-        self.global_steps = self.skipped_steps = 0  # global: steps taken, skipped ones included
-        self.last_grad_norm: float | None = None
+        self._step = OpenStep(parts)
+        self._loop = FamiliarLoop(parts, self._step)
 
     # What it is made of
 
@@ -95,7 +90,26 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        return self._lifecycle.state
+        return self._step.lifecycle.state
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that have run backward."""
+        return self._step.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self._step.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing: a gradient was not finite."""
+        return self._step.skipped_steps
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        return self._step.last_grad_norm
 
     @property
     def lr(self) -> float:
@@ -134,11 +148,11 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient before clipping; None before the first step."""
-        return self.last_grad_norm
+        return self._step.last_grad_norm
 
     def was_step_applied(self) -> bool:
         """Return whether the last call of `step` or `train_batch` changed weights: it was at a boundary and not skipped."""
-        return self._step_was_applied
+        return self._step.was_applied
 
     # Vertical
 
@@ -155,7 +169,7 @@ class Engine:
         modules that cannot be trained exactly, Diverged after too many skipped steps in a row, ConfigError for a wrong value
         in `optimizer.param_groups`, StorageError, OverBudget.
         """
-        self._begin_anew("train_batch")
+        self._step.begin_anew("train_batch")
         batches, parts = listed(micro_batches), self._parts
         shares = coefficients(weights, len(batches))
         gradients = [share * self.loss_scale for share in shares]  # of the step's scaled loss with respect to each
@@ -165,19 +179,19 @@ class Engine:
             micro_batch = on_device(batches[walker.index], parts.device)
             return find_loss(call_module(parts.module, micro_batch), micro_batch, loss_fn)
 
-        self._begin_forward()
-        with self._failing_on_io(), parts.randomness.borrowed():
+        self._step.begin_forward()
+        with self._step.failing_on_io(), parts.randomness.borrowed():
             try:
-                self._lifecycle.to(EngineState.BACKWARD)
+                self._step.lifecycle.to(EngineState.BACKWARD)
                 if parts.config.infinity.schedule == "vertical":
                     losses = parts.vertical.run(forward_loss, walking, gradients)
                 else:
                     losses = run_horizontally(parts.walk, parts.weights, parts.order, forward_loss, walking, gradients)
             except BaseException:
-                self._abandon_step()
+                self._step.abandon()
                 raise
-        self.micro_steps += len(batches)
-        return self._take_step([float(loss) for loss in losses], shares)
+        self._step.micro_steps += len(batches)
+        return self._step.take([float(loss) for loss in losses], shares)
 
     # Horizontal, as users know it
 
@@ -189,80 +203,40 @@ class Engine:
 
         `engine.backward(loss)` and `loss.backward()` do the same: gradients are divided by the number of micro-batches.
         """
-        parts = self._parts
-        self._require_usable()
-        args, kwargs = on_device((args, kwargs), parts.device)
-        if not (parts.module.training and torch.is_grad_enabled()):
-            with self._failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
-                return parts.module(*args, **kwargs)
-        self._forget_failed_backward()
-        index = self._passes.num_forwards
-        micro_batch = MicroBatch(index, index)
-        self._begin_forward()
-        if index == 0 and self._passes.sums_outlast:
-            parts.walk.sums.outlast_micro_batches()
-        self._passes.num_forwards += 1
-        with self._failing_on_io(), parts.randomness.borrowed():
-            parts.walk.begin(micro_batch)
-            try:
-                output = parts.module(*args, **kwargs)
-            except BaseException:
-                self._abandon_step()
-                raise
-            finally:
-                parts.walk.end()
-        if not parts.order.known:
-            parts.order.learn(micro_batch.visits)
-            parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.batch.num_micro_batches))
-        return gated(output, self, self._passes.step_number)
+        return self._loop.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Backpropagate the loss of one micro-batch, divided by the number of micro-batches and times the loss scale.
 
         An exception discards the step: part of the gradient was summed already.
         """
-        with self._failing_on_io():
-            try:
-                self._parts.loss_scaler.backpropagate(loss, self._parts.batch.num_micro_batches)
-            except BaseException:
-                self._abandon_step()
-                raise
-        return loss
+        return self._loop.backward(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` takes an optimizer step: every micro-batch has run backward."""
-        return self._passes.at_boundary
+        return self._step.passes.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether `step` takes an optimizer step, instead of counting backward passes; None counts again.
 
         What gradients are divided by stays the configured number of micro-batches.
         """
-        self._passes.say(is_boundary)
+        self._step.passes.say(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only sum gradients inside the block: the step's last micro-batch, and `step`, come after it."""
-        return self._passes.hold_back()
+        return self._step.passes.hold_back()
 
     def step(self) -> None:
         """Take the optimizer step at the boundary of a step's micro-batches; before it, do nothing."""
-        self._require_usable()
-        self._passes.require_step()
-        self._forget_failed_backward()
-        self._step_was_applied = False
-        if self.is_gradient_accumulation_boundary():
-            with self._failing_on_io():
-                self._parts.walk.sums.finish()
-                self._take_step([], [])
+        self._loop.step()
 
     def zero_grad(self) -> None:
         """Discard the step that was begun, if any: its forward passes, and what their backward passes have summed.
 
         Raises IllegalTransition while the module runs.
         """
-        self._require_usable()
-        self._require_idle("zero_grad")
-        self._abandon_step()
+        self._loop.zero_grad()
 
     # State
 
@@ -277,8 +251,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Make every pending update and wait until all of it is in its tier."""
-        self._require_usable()
-        with self._failing_on_io():
+        self._step.require_usable()
+        with self._step.failing_on_io():
             self._parts.updater.drain()
             self._parts.weights.settle()
 
@@ -287,18 +261,11 @@ class Engine:
 
         Raises IllegalTransition before the last backward of the step.
         """
-        self._require_usable()
-        self._require_idle("Reading gradients")
-        self._forget_failed_backward()
-        self._passes.finish()
-        with self._failing_on_io():
-            self._parts.walk.sums.finish()
+        self._loop.finish_gradients()
 
     def require_no_graph(self, call: str) -> None:
         """Raise IllegalTransition while a backward is to come whose forward has used the weights."""
-        self._require_usable()
-        self._require_idle(call)
-        self._passes.require_no_graph(call)
+        self._loop.require_no_graph(call)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, fp32 master value on the CPU) of every parameter, one at a time."""
@@ -320,7 +287,7 @@ class Engine:
         ones remain there, unless this one had to be committed in place. Raises CheckpointError, SwapSpaceError.
         """
         self.synchronize()
-        steps = StepCounts(self.global_steps, self.skipped_steps)
+        steps = StepCounts(self._step.global_steps, self._step.skipped_steps)
         return self._parts.persistence.save(Path(directory), tag, steps, extra=dict(client_state or {}), keep=keep)
 
     def load_checkpoint(self, path: str | Path, tag: str | None = None) -> LoadedCheckpoint:
@@ -330,12 +297,12 @@ class Engine:
         the newest complete one. Raises CheckpointError and its kinds; then the engine's state is as before, except after an
         error of reading. Raises IllegalTransition in the middle of a step of the familiar loop.
         """
-        self._begin_anew("load_checkpoint")
+        self._step.begin_anew("load_checkpoint")
         self.synchronize()
-        with self._failing_on_io():
+        with self._step.failing_on_io():
             restored = self._parts.persistence.load(Path(path), tag)
-        self.global_steps, self.skipped_steps = restored.steps.taken, restored.steps.skipped
-        self._parts.randomness.step = self.global_steps
+        self._step.global_steps, self._step.skipped_steps = restored.steps.taken, restored.steps.skipped
+        self._parts.randomness.step = self._step.global_steps
         return LoadedCheckpoint(restored.path, restored.extra)
 
     def memory_report(self) -> tuple[LedgerLine, ...]:
@@ -348,10 +315,10 @@ class Engine:
         Raises StorageError for what was in flight, unless the engine has FAILED with one before.
         The module gets its own forward back; its weights are gone unless they were saved.
         """
-        if self._lifecycle.state is EngineState.CLOSED:
+        if self._step.lifecycle.state is EngineState.CLOSED:
             return
-        has_failed = self._lifecycle.state is EngineState.FAILED
-        self._lifecycle.to(EngineState.CLOSED)
+        has_failed = self._step.lifecycle.state is EngineState.FAILED
+        self._step.lifecycle.to(EngineState.CLOSED)
         try:
             self._parts.resources.close()
         except StorageError:
@@ -363,88 +330,3 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    # Inside a step
-
-    def _begin_forward(self) -> None:
-        self._require_usable()
-        self._lifecycle.to(EngineState.FORWARD)
-        self._parts.randomness.step = self.global_steps
-
-    def backward_begins(self, step_number: int) -> float:
-        """Called by the gate when a backward reaches it; returns what its gradients are multiplied by."""
-        self._passes.require_backward(step_number)
-        self._lifecycle.to(EngineState.BACKWARD)
-        self._passes.num_backwards += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        if self.is_gradient_accumulation_boundary():
-            self._parts.walk.sums.open()
-        return self._parts.loss_scaler.factor_left(self._parts.batch.num_micro_batches)
-
-    def _backward_ended(self) -> None:
-        """Called by autograd at the end of a backward that did not fail."""
-        self._passes.num_backwards_ended += 1
-        self.micro_steps += 1
-
-    def _forget_failed_backward(self) -> None:
-        """Discard the step if a plain `loss.backward()` failed: part of its gradient was summed already."""
-        if self._passes.has_failed:
-            self._abandon_step()
-
-    def _take_step(self, losses: list[float], shares: Sequence[float]) -> StepResult:
-        parts = self._parts
-        self._lifecycle.to(EngineState.STEPPING)
-        counters = parts.recorder.take_counters()  # before the update begins: what it moves is the next step's
-        try:
-            with self._failing_on_io():
-                update = parts.updater.step()
-        except (ConfigError, Diverged):  # before anything was touched
-            self._abandon_step()
-            raise
-        except BaseException:
-            if self._lifecycle.state not in ENDS:  # an interrupt, too: part of the update is made, or will be
-                self._lifecycle.to(EngineState.FAILED)
-            raise
-        parts.activations.book()
-        self.global_steps += 1
-        self.skipped_steps += update.skipped
-        self.last_grad_norm = update.grad_norm
-        self._step_was_applied = not update.skipped
-        self._passes.forget()
-        self._lifecycle.to(EngineState.READY)
-        return step_result(self.global_steps, losses, shares, update, counters)
-
-    def _abandon_step(self) -> None:
-        """A forward or backward failed: forget the step; the states are those of the step before."""
-        with self._failing_on_io():
-            self._parts.walk.sums.discard()
-            self._parts.updater.discard()
-        self._passes.forget()
-        if self._lifecycle.state not in (EngineState.READY, *ENDS):
-            self._lifecycle.to(EngineState.READY)
-
-    def _require_usable(self) -> None:
-        if self._lifecycle.state in ENDS:
-            raise IllegalTransition(
-                f"The engine is {self._lifecycle.state.name}.", remedy="Make a new one and load its last checkpoint."
-            )
-
-    def _begin_anew(self, call: str) -> None:
-        """Require that no gradient waits for a step; forward passes that no backward followed are forgotten."""
-        self._require_usable()
-        self._require_idle(call)
-        self._forget_failed_backward()
-        self._passes.require_none_waiting(call)
-        if self._passes.num_forwards:
-            self._abandon_step()
-
-    def _require_idle(self, call: str) -> None:
-        is_in_train_batch = self._lifecycle.state is not EngineState.READY and not self._passes.num_forwards
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_train_batch or is_in_backward or self._parts.walk.micro_batch is not None:
-            raise IllegalTransition(
-                f"{call} was called while the engine's own module runs.", remedy="Call it when the step before is done."
-            )
-
-    def _failing_on_io(self) -> FailsOnIo:
-        return FailsOnIo(self._lifecycle)

@@ -1,0 +1,110 @@
+"""The loop that users know, one call at a time: forward, backward, step. Micro-batches run in horizontal order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.engine.calls import on_device
+from infinity.engine.gate import gated
+from infinity.engine.lifetime import EngineState
+from infinity.engine.open_step import OpenStep
+from infinity.engine.parts import EngineParts
+from infinity.zero.micro_batch import MicroBatch
+
+
+class FamiliarLoop:
+    """Runs the passes of one micro-batch when they are called. The gate keeper of its outputs."""
+
+    def __init__(self, parts: EngineParts, open_step: OpenStep) -> None:
+        self._parts, self._step = parts, open_step
+        self._passes = open_step.passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the next micro-batch, or evaluate it."""
+        parts = self._parts
+        self._step.require_usable()
+        args, kwargs = on_device((args, kwargs), parts.device)
+        if not (parts.module.training and torch.is_grad_enabled()):
+            with self._step.failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
+                return parts.module(*args, **kwargs)
+        self._step.forget_failed_backward()
+        index = self._passes.num_forwards
+        micro_batch = MicroBatch(index, index)
+        self._step.begin_forward()
+        if index == 0 and self._passes.sums_outlast:
+            parts.walk.sums.outlast_micro_batches()
+        self._passes.num_forwards += 1
+        with self._step.failing_on_io(), parts.randomness.borrowed():
+            parts.walk.begin(micro_batch)
+            try:
+                output = parts.module(*args, **kwargs)
+            except BaseException:
+                self._step.abandon()
+                raise
+            finally:
+                parts.walk.end()
+        if not parts.order.known:
+            parts.order.learn(micro_batch.visits)
+            parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.batch.num_micro_batches))
+        return gated(output, self, self._passes.step_number)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Backpropagate the loss of one micro-batch. An exception discards the step."""
+        with self._step.failing_on_io():
+            try:
+                self._parts.loss_scaler.backpropagate(loss, self._parts.batch.num_micro_batches)
+            except BaseException:
+                self._step.abandon()
+                raise
+        return loss
+
+    def step(self) -> None:
+        """Take the step at its boundary; before it, do nothing."""
+        self._step.require_usable()
+        self._passes.require_step()
+        self._step.forget_failed_backward()
+        self._step.was_applied = False
+        if self._passes.at_boundary:
+            with self._step.failing_on_io():
+                self._parts.walk.sums.finish()
+                self._step.take([], [])
+
+    def zero_grad(self) -> None:
+        """Discard the step that was begun, if any."""
+        self._step.require_usable()
+        self._step.require_idle("zero_grad")
+        self._step.abandon()
+
+    def finish_gradients(self) -> None:
+        """Make the gradients of the step final before `step` does."""
+        self._step.require_usable()
+        self._step.require_idle("Reading gradients")
+        self._step.forget_failed_backward()
+        self._passes.finish()
+        with self._step.failing_on_io():
+            self._parts.walk.sums.finish()
+
+    def require_no_graph(self, call: str) -> None:
+        """Raise IllegalTransition while a backward is to come whose forward has used the weights."""
+        self._step.require_usable()
+        self._step.require_idle(call)
+        self._passes.require_no_graph(call)
+
+    # Called by autograd
+
+    def backward_begins(self, step_number: int) -> float:
+        """A backward has reached the gate; return what its gradients are multiplied by."""
+        self._passes.require_backward(step_number)
+        self._step.lifecycle.to(EngineState.BACKWARD)
+        self._passes.num_backwards += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if self._passes.at_boundary:
+            self._parts.walk.sums.open()
+        return self._parts.loss_scaler.factor_left(self._parts.batch.num_micro_batches)
+
+    def _backward_ended(self) -> None:
+        """Hear of the end of a backward that did not fail."""
+        self._passes.num_backwards_ended += 1
+        self._step.micro_steps += 1
