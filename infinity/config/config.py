@@ -34,6 +34,7 @@ class Config(Section):
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: float = Field(default=1.0, ge=0.0)  # global norm; 0 switches clipping off
     seed: Seed = 0
+    dataloader_drop_last: bool = False  # of `initialize(training_data=...)`: whether an epoch ends with its last whole step
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     bf16: Bf16Section = Bf16Section()

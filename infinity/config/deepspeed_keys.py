@@ -42,7 +42,8 @@ _TILES = (
 )
 _PIPELINE = "has no effect because the update is always a pipeline of reads, Adam and writes"
 _RING = "has no effect because aio.queue_depth alone says how many requests are in flight"
-_ONE_RANK = "has no effect on one rank"
+_FP32_SUMS = "has no effect because gradients are summed over ranks in fp32 and rounded once"
+_ONE_WAY = "has no effect because a unit is always gathered from its parts and reduced into its parts"
 _MONITOR = "has no effect because metrics are written as JSON lines"
 _QUANTISED = "is not supported: nothing is quantised"
 _LATER = "is not supported in this release"
@@ -52,10 +53,10 @@ KNOWN: dict[str, KnownKey] = {
     "managed_gradient_accumulation": _refused("is always on", True),
     "zero_allow_untested_optimizer": KnownKey(bool, "has no effect because unsupported optimizers are refused by name"),
     "zero_force_ds_cpu_optimizer": KnownKey(bool, "has no effect because one Adam kernel serves every tier"),
-    "communication_data_type": KnownKey(str, _ONE_RANK),
-    "seq_parallel_communication_data_type": KnownKey(str, _ONE_RANK),
-    "prescale_gradients": KnownKey(bool, _ONE_RANK),
-    "gradient_predivide_factor": KnownKey(_NUMBER, _ONE_RANK),
+    "communication_data_type": KnownKey(str, _FP32_SUMS),
+    "seq_parallel_communication_data_type": KnownKey(str, "has no effect because no sequence is split over ranks"),
+    "prescale_gradients": KnownKey(bool, _FP32_SUMS),
+    "gradient_predivide_factor": KnownKey(_NUMBER, _FP32_SUMS),
     "gradient_allreduce_op": _refused("supports only the mean over ranks", "mean", kind=str),
     "sparse_gradients": _refused("is not supported: gradients are dense", False),
     "disable_allgather": _refused("is not supported", False),
@@ -63,7 +64,6 @@ KNOWN: dict[str, KnownKey] = {
     "dump_state": KnownKey(bool, "has no effect because the resolved configuration is always saved"),
     "wall_clock_breakdown": KnownKey(bool, "has no effect because step times are always in the metrics"),
     "memory_breakdown": KnownKey(bool, "has no effect because the memory report is always kept"),
-    "dataloader_drop_last": KnownKey(bool, "has no effect because batches are used as they are given"),
     "log_level": KnownKey(str, "has no effect because the program that logs sets the level"),
     "vocabulary_size": KnownKey(_NUMBER, "has no effect because the model says it"),
     "graph_harvesting": _refused(_LATER, False),
@@ -94,7 +94,7 @@ KNOWN: dict[str, KnownKey] = {
     "zero_optimization.contiguous_gradients": KnownKey(
         bool, "has no effect because a unit's gradients are always contiguous"
     ),
-    "zero_optimization.reduce_scatter": KnownKey(bool, _ONE_RANK),
+    "zero_optimization.reduce_scatter": KnownKey(bool, _ONE_WAY),
     "zero_optimization.reduce_bucket_size": KnownKey(_NUMBER, _BUCKETS),
     "zero_optimization.use_multi_rank_bucket_allreduce": KnownKey(bool, _BUCKETS),
     "zero_optimization.allgather_partitions": KnownKey(bool, _BUCKETS),
@@ -102,7 +102,7 @@ KNOWN: dict[str, KnownKey] = {
     "zero_optimization.overlap_comm": KnownKey((bool, type(None)), _OVERLAP),
     "zero_optimization.load_from_fp32_weights": KnownKey(bool, "has no effect because masters are made from what is loaded"),
     "zero_optimization.elastic_checkpoint": KnownKey(bool, "has no effect because checkpoints fit any number of ranks"),
-    "zero_optimization.round_robin_gradients": KnownKey(bool, _ONE_RANK),
+    "zero_optimization.round_robin_gradients": KnownKey(bool, "has no effect because every rank owns a part of every unit"),
     "zero_optimization.ignore_unused_parameters": _refused("is always on; unused parameters are counted", True),
     "zero_optimization.legacy_stage1": _refused("is not supported", False),
     "zero_optimization.sub_group_size": KnownKey(_NUMBER, _TILES),
@@ -117,8 +117,8 @@ KNOWN: dict[str, KnownKey] = {
         bool, "has no effect because weights are saved one unit at a time"
     ),
     "zero_optimization.module_granularity_threshold": KnownKey(_NUMBER, "has no effect; infinity.units names the units"),
-    "zero_optimization.use_all_reduce_for_fetch_params": KnownKey(bool, _ONE_RANK),
-    "zero_optimization.allgather_sequential": KnownKey(bool, _ONE_RANK),
+    "zero_optimization.use_all_reduce_for_fetch_params": KnownKey(bool, _ONE_WAY),
+    "zero_optimization.allgather_sequential": KnownKey(bool, _ONE_WAY),
     "zero_optimization.leaf_module": KnownKey(dict, "has no effect; infinity.units names the units"),
     "zero_optimization.memory_efficient_linear": KnownKey(bool, "has no effect because units are rerun in backward"),
     "zero_optimization.override_module_apply": KnownKey(bool, "has no effect because units are initialised one by one"),

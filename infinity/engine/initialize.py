@@ -111,6 +111,11 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = open_loader(
-            training_data, resolved.batch(ranks.world_size), ranks, seed=resolved.seed, collate_fn=collate_fn
+            training_data,
+            resolved.batch(ranks.world_size),
+            ranks.global_rank,
+            seed=resolved.seed,
+            drop_last=resolved.dataloader_drop_last,
+            collate_fn=collate_fn,
         )
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)

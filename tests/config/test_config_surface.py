@@ -22,6 +22,7 @@ FIELDS: dict[str, object] = {
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 0.5,
     "seed": 7,
+    "dataloader_drop_last": True,
     "optimizer.type": "Adam",
     "optimizer.params.lr": 0.25,
     "optimizer.params.betas": [0.8, 0.95],
@@ -94,7 +95,7 @@ _KNOWN_WITHOUT_EFFECT = """
 activation_checkpointing aio.intra_op_parallelism aio.overlap_events aio.single_submit aio.use_gds
 bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.check_grad_overflow bf16.immediate_grad_update checkpoint
 comet comms_logger communication_data_type csv_monitor data_parallel_size data_types.buffer_dtype data_types.param_dtype
-dataloader_drop_last disable_allgather dump_state flops_profiler fp16.auto_cast fp16.fp16_master_weights_and_grads
+disable_allgather dump_state flops_profiler fp16.auto_cast fp16.fp16_master_weights_and_grads
 gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
 managed_gradient_accumulation memory_breakdown optimizer.legacy_fusion optimizer.params.amsgrad
 optimizer.params.bias_correction optimizer.params.fp32_optimizer_states optimizer.params.torch_adam prescale_gradients
