@@ -20,7 +20,10 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of `train_batch`. NVMe bytes are those that moved while it ran: the update of the step before included."""
+    """One step of `train_batch`. Bytes are those that moved while it ran: the update of the step before included.
+
+    Those over NVMe and between ranks are this rank's; everything else is of all ranks.
+    """
 
     step: int  # counted from 1
     loss: float  # weighted mean over the micro-batches
@@ -35,6 +38,9 @@ class StepResult:
     nvme_read_bytes: int
     nvme_write_bytes: int
     gradient_spill_bytes: int
+    all_gather_bytes: int  # between ranks: as many come to this rank as go out
+    reduce_scatter_bytes: int
+    broadcast_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +70,7 @@ def step_result(
         nvme_read_bytes=counters.get("nvme_read_bytes", 0),
         nvme_write_bytes=counters.get("nvme_write_bytes", 0),
         gradient_spill_bytes=counters.get("gradient_spill_bytes", 0),
+        all_gather_bytes=counters.get("all_gather_bytes", 0),
+        reduce_scatter_bytes=counters.get("reduce_scatter_bytes", 0),
+        broadcast_bytes=counters.get("broadcast_bytes", 0),
     )
