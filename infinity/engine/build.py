@@ -111,7 +111,7 @@ def build_engine(
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
-    pieces = cut(model, config, groups.index_of)
+    pieces = cut(model, config, groups.index_of, stage=config.zero_optimization.stage or 0, ranks=ranks)
     asked = placement or Placement.from_config(config)
     adopted = adoption(adopt) if adopt is not None else None
     recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None

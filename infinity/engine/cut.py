@@ -10,11 +10,11 @@ from torch import nn
 
 from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.config import Config
+from infinity.engine.ranks import ONE_RANK, Ranks
 from infinity.errors import ModelError
 from infinity.placement.sizes import UnitSize
-from infinity.states import StateKind
-from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout
-from infinity.store.unit_size import tile_elements_of, unit_size
+from infinity.store.layout import ParameterSpec, ShardLayout
+from infinity.store.unit_size import UnitLayouts, tile_elements_of, unit_layouts, unit_size
 from infinity.zero.units import ParameterGroup, ParameterUse, Unit, cut_model
 
 # Torch's names of the dtypes that the configuration knows.
@@ -23,12 +23,17 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
-    """A model's units and, for each of its parameter groups, this rank's shard."""
+    """A model's units and, for each of its parameter groups, how this rank lays it out."""
 
     units: tuple[Unit, ...]
     groups: tuple[ParameterGroup, ...]
-    layouts: tuple[ShardLayout, ...]
+    unit_layouts: tuple[UnitLayouts, ...]  # by group
     tile_elements: int
+
+    @property
+    def layouts(self) -> tuple[ShardLayout, ...]:
+        """What this rank owns of each group: its shards."""
+        return tuple(layouts.owned for layouts in self.unit_layouts)
 
     def sizes(self, kept_bytes: Callable[[str], int] | None = None) -> tuple[UnitSize, ...]:
         """Return what the planner knows of each group.
@@ -37,16 +42,16 @@ class CutModel:
         """
         return tuple(
             unit_size(
-                dict.fromkeys(StateKind, layout),
+                layouts,
                 visits=max(1, len(group.units)),
-                kept_bytes=0 if kept_bytes is None or not group.units else kept_bytes(layout.name),
+                kept_bytes=0 if kept_bytes is None or not group.units else kept_bytes(group.name),
                 is_root=not group.units,
             )
-            for group, layout in zip(self.groups, self.layouts, strict=True)
+            for group, layouts in zip(self.groups, self.unit_layouts, strict=True)
         )
 
     def num_parameters(self) -> int:
-        return sum(spec.numel for layout in self.layouts for spec in layout.specs)
+        return sum(spec.numel for layouts in self.unit_layouts for spec in layouts.whole.specs)
 
     def buffer_bytes(self) -> int:
         """Return the bytes of everything in the units' models that is no parameter."""
@@ -57,8 +62,10 @@ class CutModel:
         return round_up(sum(seen.values()), PAGE_BYTES)
 
 
-def cut(model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int]) -> CutModel:
-    """Cut the model into units and lay out the shards of one rank; `group_of` gives a parameter's optimizer group.
+def cut(
+    model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int], *, stage: int = 0, ranks: Ranks = ONE_RANK
+) -> CutModel:
+    """Cut the model into units and lay out what this rank has of them; `group_of` gives a parameter's optimizer group.
 
     Raises ModelError for a compiled model, parameters that are not floating-point numbers, and buffers without values.
     """
@@ -67,7 +74,16 @@ def cut(model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int
     dtype = DTYPE_NAMES[config.precision]
     tile_elements = tile_elements_of(config.infinity.tile_bytes, dtype)
     layouts = tuple(
-        shard_layout(group.index, group.name, _specs(group.uses, dtype, group_of), tile_elements=tile_elements)
+        unit_layouts(
+            group.index,
+            group.name,
+            _specs(group.uses, dtype, group_of),
+            tile_elements=tile_elements,
+            stage=stage,
+            num_ranks=ranks.world_size,
+            rank=ranks.global_rank,
+            is_root=not group.units,
+        )
         for group in groups
     )
     return CutModel(units, groups, layouts, tile_elements)

@@ -16,6 +16,10 @@ class Ranks:
     global_rank: int
     local_rank: int  # on this machine
     world_size: int
+    local_world_size: int  # ranks on this machine
+
+
+ONE_RANK = Ranks(global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
 def ranks_of_this_process(environment: Mapping[str, str] | None = None) -> Ranks:
@@ -27,4 +31,4 @@ def ranks_of_this_process(environment: Mapping[str, str] | None = None) -> Ranks
             f"WORLD_SIZE is {world_size}, but infinity trains on one rank: every process would train a model of its own.",
             remedy="Start one process, without a launcher.",
         )
-    return Ranks(0, int(said.get("LOCAL_RANK", "0")), world_size)
+    return Ranks(0, int(said.get("LOCAL_RANK", "0")), world_size, local_world_size=1)

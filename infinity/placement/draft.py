@@ -30,7 +30,7 @@ class Draft:
 
     def stays_on(self, compute_tier: Tier) -> bool:
         """Return whether the whole weights are on the compute tier for good."""
-        return self.params is compute_tier and not self.unit.is_gathered
+        return self.params is compute_tier and not self.unit.gathers_weights
 
     def with_tiles(self, cpu_tiles: tuple[int, ...]) -> Draft:
         """Return the draft with these tiles resident."""

@@ -20,6 +20,8 @@ class UnitSize:
     visits: int = 1  # calls in one micro-batch; tied weights count each group of calls
     kept_bytes: int = 0  # what autograd keeps of one micro-batch when the unit is not rerun
     is_root: bool = False  # parameters of no unit: their weights always stay on the compute tier
+    is_split: bool = False  # this rank owns its part alone: state, finished gradient, and the weights of that
+    gathers_weights: bool = False  # so every use of the weights collects those of the other ranks
 
     @property
     def num_tiles(self) -> int:
@@ -28,8 +30,3 @@ class UnitSize:
     @property
     def state_bytes(self) -> int:
         return sum(self.tile_bytes)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether this rank has only its part of the weights, so that every use collects those of the others."""
-        return self.weight_bytes < self.gathered_weight_bytes

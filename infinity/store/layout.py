@@ -1,7 +1,8 @@
 """What a unit's shard looks like: sections, segments and tiles as frozen values; no torch, no I/O.
 
 A unit's parameters form one flat space per (trainable, dtype), a *section*, in which every parameter starts at a multiple
-of 64 elements. A section is padded so that it splits into `world_size` equal parts; each rank's part is its shard.
+of 64 elements. A section is padded so that it splits into `world_size` equal parts; each rank's part is its shard. Where a
+rank has the whole unit (`whole_layout`) its sections are padded alike, so that parts and whole lie over each other.
 Trainable sections have optimizer state, cut into *tiles*, the quantum of I/O. Padding belongs to no segment, so nothing ever
 writes it and it stays zero.
 
@@ -159,10 +160,23 @@ class ShardLayout:
 def shard_layout(
     index: int, name: str, specs: Sequence[ParameterSpec], *, tile_elements: int, world_size: int = 1, rank: int = 0
 ) -> ShardLayout:
-    """Lay out the unit's parameters and return the given rank's shard.
+    """Lay out the unit's parameters and return the given rank's part.
 
     Parameters are ordered by (trainable, dtype, group), then as given. `tile_elements` is a multiple of 64.
     """
+    return _layout(index, name, specs, tile_elements, world_size, rank)
+
+
+def whole_layout(
+    index: int, name: str, specs: Sequence[ParameterSpec], *, tile_elements: int, world_size: int = 1
+) -> ShardLayout:
+    """Return the layout of a rank that has all parts, by rank section by section; else as `shard_layout`."""
+    return _layout(index, name, specs, tile_elements, world_size, None)
+
+
+def _layout(
+    index: int, name: str, specs: Sequence[ParameterSpec], tile_elements: int, world_size: int, rank: int | None
+) -> ShardLayout:
     ordered = sorted(specs, key=lambda spec: (spec.trainable, spec.dtype, spec.group))
     sections: list[Section] = []
     unit_bytes = shard_bytes = state_offset = 0
@@ -182,21 +196,23 @@ def shard_layout(
 
 def _section(
     members: tuple[ParameterSpec, ...], trainable: bool, dtype: str, unit_bytes: int, shard_bytes: int,
-    state_offset: int, world_size: int, rank: int,
+    state_offset: int, world_size: int, rank: int | None,
 ) -> Section:  # fmt: skip
     placed, position = [], 0
     for spec in members:
         placed.append((spec.name, position, spec.numel))
         position = round_up(position + spec.numel, ALIGN_ELEMENTS)
-    shard_elements = round_up(-(-position // world_size), ALIGN_ELEMENTS)
-    first, groups = rank * shard_elements, {spec.name: spec.group for spec in members}
+    part_elements = round_up(-(-position // world_size), ALIGN_ELEMENTS)
+    unit_elements = part_elements * world_size
+    first, shard_elements = (0, unit_elements) if rank is None else (rank * part_elements, part_elements)
+    groups = {spec.name: spec.group for spec in members}
     segments = []
     for parameter, start, numel in placed:
         begin, end = max(start, first), min(start + numel, first + shard_elements)
         if begin < end:
             segments.append(Segment(parameter, groups[parameter], begin - first, end - begin, begin - start))
     return Section(
-        trainable=trainable, dtype=dtype, unit_elements=shard_elements * world_size, shard_elements=shard_elements,
+        trainable=trainable, dtype=dtype, unit_elements=unit_elements, shard_elements=shard_elements,
         unit_byte_offset=unit_bytes, shard_byte_offset=shard_bytes, state_offset=state_offset,
         parameters=tuple(placed), segments=tuple(segments),
     )  # fmt: skip

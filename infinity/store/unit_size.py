@@ -1,13 +1,56 @@
-"""From the shards of a unit to what the planner knows of it: what one rank has of each model state. No torch, no I/O."""
+"""How one rank lays out a unit at a stage, and what the planner knows of that. No torch, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from infinity.placement.sizes import UnitSize
 from infinity.placement.stages import is_partitioned
 from infinity.states import StateKind
-from infinity.store.layout import ALIGN_ELEMENTS, STATE_PLANES, ParameterSpec, ShardLayout, shard_layout
+from infinity.store.layout import ALIGN_ELEMENTS, STATE_PLANES, ParameterSpec, ShardLayout, shard_layout, whole_layout
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayouts:
+    """A unit as one rank has it."""
+
+    owned: ShardLayout  # what this rank updates and its store holds: state, finished gradient, and the weights of just that
+    whole: ShardLayout  # what is computed with and reduced: every rank's part in turn, section by section
+    part: ShardLayout  # this rank's part, also where it owns the whole: what it measures of a gradient
+    gathers_weights: bool  # for every use: between two of them this rank has the owned weights alone
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks own parts that this one does not."""
+        return self.owned is not self.whole
+
+
+def unit_layouts(
+    index: int,
+    name: str,
+    specs: Sequence[ParameterSpec],
+    *,
+    tile_elements: int,
+    stage: int,
+    num_ranks: int,
+    rank: int = 0,
+    is_root: bool = False,
+) -> UnitLayouts:
+    """Return how one rank lays out a unit: its part of what the stage partitions, else the whole.
+
+    Weights of no unit stay whole on every rank.
+    """
+    whole = whole_layout(index, name, specs, tile_elements=tile_elements, world_size=num_ranks)
+    if num_ranks == 1:
+        return UnitLayouts(whole, whole, whole, gathers_weights=False)
+    part = shard_layout(index, name, specs, tile_elements=tile_elements, world_size=num_ranks, rank=rank)
+    return UnitLayouts(
+        owned=part if is_partitioned(stage, StateKind.OPTIM) else whole,
+        whole=whole,
+        part=part,
+        gathers_weights=is_partitioned(stage, StateKind.PARAM) and not is_root,
+    )
 
 
 def tile_elements_of(tile_bytes: int, dtype: str) -> int:
@@ -16,36 +59,21 @@ def tile_elements_of(tile_bytes: int, dtype: str) -> int:
     return max(ALIGN_ELEMENTS, tile_bytes // element_bytes // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
 
 
-def stage_layouts(
-    name: str, specs: Sequence[ParameterSpec], *, tile_elements: int, stage: int, num_ranks: int, is_root: bool = False
-) -> dict[StateKind, ShardLayout]:
-    """Return how one rank lays out each model state of a unit: its part where the stage partitions it, else the whole.
-
-    Weights of no unit stay whole on every rank.
-    """
-    whole = shard_layout(0, name, specs, tile_elements=tile_elements)
-    if num_ranks == 1:
-        return dict.fromkeys(StateKind, whole)
-    part = shard_layout(0, name, specs, tile_elements=tile_elements, world_size=num_ranks)
-    kept_whole = {StateKind.PARAM} if is_root else set()
-    return {kind: part if is_partitioned(stage, kind) and kind not in kept_whole else whole for kind in StateKind}
-
-
-def unit_size(
-    layouts: Mapping[StateKind, ShardLayout], *, visits: int = 1, kept_bytes: int = 0, is_root: bool = False
-) -> UnitSize:
-    """Return the size of a unit whose model states are laid out so on this rank; the fields are those of UnitSize."""
-    weights = layouts[StateKind.PARAM]
+def unit_size(layouts: UnitLayouts, *, visits: int = 1, kept_bytes: int = 0, is_root: bool = False) -> UnitSize:
+    """Return the size of a unit that is laid out so; the fields are those of UnitSize."""
+    owned, whole = layouts.owned, layouts.whole
     return UnitSize(
-        name=weights.name,
-        parameter_names=tuple(spec.name for spec in weights.specs),
-        weight_bytes=weights.shard_weight_bytes,
-        gathered_weight_bytes=weights.unit_weight_bytes,
-        num_state_elements=layouts[StateKind.OPTIM].num_state_elements,
-        num_waiting_elements=layouts[StateKind.GRAD].num_state_elements,
-        num_gradient_elements=sum(section.unit_elements for section in weights.sections if section.trainable),
-        tile_bytes=tuple(tile.extent_bytes for tile in layouts[StateKind.OPTIM].tiles),
+        name=whole.name,
+        parameter_names=tuple(spec.name for spec in whole.specs),
+        weight_bytes=owned.shard_weight_bytes,
+        gathered_weight_bytes=whole.unit_weight_bytes,
+        num_state_elements=owned.num_state_elements,
+        num_waiting_elements=owned.num_state_elements,
+        num_gradient_elements=whole.num_state_elements,
+        tile_bytes=tuple(tile.extent_bytes for tile in owned.tiles),
         visits=visits,
         kept_bytes=kept_bytes,
         is_root=is_root,
+        is_split=layouts.is_split,
+        gathers_weights=layouts.gathers_weights,
     )

@@ -26,7 +26,7 @@ from infinity.placement.links import LinkLine, collective_lines, host_lines
 from infinity.placement.stages import PARTITIONED
 from infinity.states import StateKind
 from infinity.store.layout import ELEMENT_BYTES, STATE_PLANES, ParameterSpec
-from infinity.store.unit_size import stage_layouts, tile_elements_of, unit_size
+from infinity.store.unit_size import tile_elements_of, unit_layouts, unit_size
 from infinity.train.activation_budget import activation_budget_bytes
 
 STAGES = tuple(PARTITIONED)
@@ -184,7 +184,8 @@ def sizes_of(question: Question, stage: int) -> tuple[UnitSize, ...]:
         key = (*shapes, (unit.visits, unit.is_block, unit.is_root))
         if key not in known:
             specs = [ParameterSpec(name, shape, dtype, trainable=True) for name, shape in unit.parameters]
-            layouts = stage_layouts(
+            layouts = unit_layouts(
+                0,
                 unit.name,
                 specs,
                 tile_elements=tile_elements,

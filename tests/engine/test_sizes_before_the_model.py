@@ -125,14 +125,15 @@ def test_a_bare_number_is_cut_like_the_nearest_preset(num_parameters: int) -> No
 
 
 def test_each_state_falls_with_the_ranks_from_its_stage_on() -> None:
-    """On four ranks optimizer state is a quarter from stage 1, the gradient from 2, the weights, but the root's, from 3."""
+    """On four ranks what is updated is a quarter from stage 1; from 3 on units gather weights for every use."""
     whole = sizes_of(question(preset_shape("gpt-25m")), 0)
-    for stage, (optim, grads, params) in enumerate([(1, 1, 1), (4, 1, 1), (4, 4, 1), (4, 4, 4)]):
+    for stage, owned in enumerate([1, 4, 4, 4]):
         part = sizes_of(question(preset_shape("gpt-25m"), num_ranks=4), stage)
         for one, all_ in zip(part, whole, strict=True):
-            assert 0 <= one.num_state_elements - all_.num_state_elements / optim <= 64
-            assert 0 <= one.num_waiting_elements - all_.num_waiting_elements / grads <= 64
-            expected = all_.weight_bytes / (1 if one.is_root else params)
-            assert 0 <= one.weight_bytes - expected <= 4096 + 128
-            assert one.is_gathered == (params == 4 and not one.is_root)
+            padding = 64 if owned == 4 else 4 * 64
+            assert 0 <= one.num_state_elements - all_.num_state_elements / owned <= padding
+            assert 0 <= one.num_waiting_elements - all_.num_waiting_elements / owned <= padding
+            assert 0 <= one.weight_bytes - all_.weight_bytes / owned <= 4096 + 2 * padding
+            assert one.is_split == (owned == 4)
+            assert one.gathers_weights == (stage == 3 and not one.is_root)
             assert 0 <= one.num_gradient_elements - all_.num_gradient_elements <= 4 * 64

@@ -19,7 +19,14 @@ RANKS = 4
 def gathered() -> tuple[UnitSize, ...]:
     """The decoder as one of four ranks has its weights in stage 3; everything else is left whole."""
     return tuple(
-        unit if unit.is_root else replace(unit, weight_bytes=unit.gathered_weight_bytes // RANKS // 4096 * 4096)
+        unit
+        if unit.is_root
+        else replace(
+            unit,
+            is_split=not unit.is_root,
+            gathers_weights=not unit.is_root,
+            weight_bytes=unit.gathered_weight_bytes // RANKS // 4096 * 4096,
+        )
         for unit in decoder_400m()
     )
 

@@ -228,7 +228,7 @@ def test_too_little_memory_says_what_would_do(budget: int) -> None:
 @pytest.mark.parametrize(
     ("request_", "way"),
     [
-        (request_400m(GIB, has_nvme=False), "--nvme DIR would do"),
+        (request_400m(GIB, has_nvme=False), "an NVMe directory would do"),
         (request_400m(GIB, Placement().override("*", optim="cpu")), "auto for every state"),
         (
             request_400m(700 * MIB, ALL_ON_NVME.override("*", grads="cpu"), schedule=Schedule.HORIZONTAL),
