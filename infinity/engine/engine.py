@@ -205,12 +205,22 @@ class Engine:
         """
         return self._loop.forward(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate the loss of one micro-batch, divided by the number of micro-batches and times the loss scale.
 
+        Returns the divided loss, unscaled. With `retain_graph` another backward may go through the same forward pass, which
+        is one micro-batch all the same. Without `scale_wrt_gas` nothing is divided: gradients of micro-batches are summed.
         An exception discards the step: part of the gradient was summed already.
         """
-        return self._loop.backward(loss)
+        return self._loop.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss divided by the number of micro-batches and times the loss scale, for `scaled.backward()`.
+
+        Plain `loss.backward()` is right without it; but in fp16 what is computed between the module's output and the loss
+        then runs backward unscaled. All that one backward goes through must be scaled, or nothing.
+        """
+        return self._loop.scale(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` takes an optimizer step: every micro-batch has run backward."""
@@ -225,7 +235,14 @@ class Engine:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only sum gradients inside the block: the step's last micro-batch, and `step`, come after it."""
-        return self._step.passes.hold_back()
+        return self._step.passes.hold_back("no_sync")
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Sum the gradients of all backward passes inside the block, whatever their number; the next `step` takes the step.
+
+        What a loss is divided by stays the configured number of micro-batches.
+        """
+        return self._step.passes.close_step_after()
 
     def step(self) -> None:
         """Take the optimizer step at the boundary of a step's micro-batches; before it, do nothing."""

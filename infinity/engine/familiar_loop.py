@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from infinity.engine.calls import on_device
-from infinity.engine.gate import gated
+from infinity.engine.gate import gated, scaled_loss
 from infinity.engine.lifetime import EngineState
 from infinity.engine.open_step import OpenStep
 from infinity.engine.parts import EngineParts
+from infinity.engine.passes import ForwardPass
 from infinity.zero.micro_batch import MicroBatch
+from infinity.zero.unit_call import graph_is_kept
 
 
 class FamiliarLoop:
@@ -30,12 +32,11 @@ class FamiliarLoop:
             with self._step.failing_on_io(), torch.no_grad():  # in eval mode too, where torch alone would keep a graph
                 return parts.module(*args, **kwargs)
         self._step.forget_failed_backward()
-        index = self._passes.num_forwards
-        micro_batch = MicroBatch(index, index)
         self._step.begin_forward()
-        if index == 0 and self._passes.sums_outlast:
+        forward = self._passes.begin_forward()
+        micro_batch = MicroBatch(forward.index, forward.index)
+        if forward.index == 0 and self._passes.sums_outlast:
             parts.walk.sums.outlast_micro_batches()
-        self._passes.num_forwards += 1
         with self._step.failing_on_io(), parts.randomness.borrowed():
             parts.walk.begin(micro_batch)
             try:
@@ -48,17 +49,22 @@ class FamiliarLoop:
         if not parts.order.known:
             parts.order.learn(micro_batch.visits)
             parts.weights.expect(parts.order.horizontal_sequence(parts.walk.groups, parts.batch.num_micro_batches))
-        return gated(output, self, self._passes.step_number)
+        return gated(output, self, forward)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backpropagate the loss of one micro-batch. An exception discards the step."""
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
+        """Backpropagate the loss of one micro-batch; return its part of the mean. An exception discards the step."""
+        share = self._share if scale_wrt_gas else 1.0
         with self._step.failing_on_io():
             try:
-                self._parts.loss_scaler.backpropagate(loss, self._parts.batch.num_micro_batches)
+                self._parts.loss_scaler.backpropagate(loss, share, retain_graph=retain_graph)
             except BaseException:
                 self._step.abandon()
                 raise
-        return loss
+        return loss.detach() * share
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as `backward` would begin it, for the user's own `.backward()`."""
+        return scaled_loss(loss, self, self._parts.loss_scaler.factor(self._share))
 
     def step(self) -> None:
         """Take the step at its boundary; before it, do nothing."""
@@ -94,17 +100,27 @@ class FamiliarLoop:
 
     # Called by autograd
 
-    def backward_begins(self, step_number: int) -> float:
+    def backward_begins(self, forward: ForwardPass) -> float:
         """A backward has reached the gate; return what its gradients are multiplied by."""
-        self._passes.require_backward(step_number)
+        num_before, keeps_graph = self._passes.num_backwards, graph_is_kept()
+        self._passes.begin_backward(forward)
         self._step.lifecycle.to(EngineState.BACKWARD)
-        self._passes.num_backwards += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        if self._passes.at_boundary:
-            self._parts.walk.sums.open()
-        return self._parts.loss_scaler.factor_left(self._parts.batch.num_micro_batches)
+        is_first = self._passes.num_backwards > num_before
 
-    def _backward_ended(self) -> None:
-        """Hear of the end of a backward that did not fail."""
-        self._passes.num_backwards_ended += 1
-        self._step.micro_steps += 1
+        def ended() -> None:  # unless the backward has failed
+            self._passes.end_backward(forward, keeps_graph=keeps_graph)
+            self._step.micro_steps += is_first
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        if self._passes.at_boundary and not keeps_graph:
+            self._parts.walk.sums.open()
+        return self._parts.loss_scaler.factor_left(self._share)
+
+    def loss_begins(self) -> float:
+        """A backward begins with a loss that `scale` has made."""
+        return self._parts.loss_scaler.factor_of_loss(self._share)
+
+    @property
+    def _share(self) -> float:
+        """The weight of one micro-batch in the step's mean loss."""
+        return 1.0 / self._parts.batch.num_micro_batches

@@ -11,6 +11,8 @@ time when there is nothing right to say: see `zero.access.ParameterStates`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ __all__ = [
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state",
     "safe_set_local_fp32_param", "safe_set_local_grad", "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]  # fmt: skip
 
 _MASTER = "fp32"
@@ -54,6 +57,16 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the gradient that the next `step` uses: norm, finiteness and update see the new one."""
     states_of(param).set_gradient(value, local=False)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter by `update_func(gradient, parameter)`; those without one keep none."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -20,24 +20,37 @@ class LossScaler:
     rules: LossScaleRules
     state: LossScale
     is_in_loss: bool = False  # whether the backward that runs began with a scaled gradient
+    scaled_backward: int = -1  # autograd's number of the last backward that went through a loss which `factor` scales
 
     @property
     def scale(self) -> float:
         """The scale of the next step."""
         return self.state.scale
 
-    def backpropagate(self, loss: torch.Tensor, num_micro_batches: int) -> None:
-        """Run backward of one micro-batch's loss, divided by their number and scaled from its first gradient on."""
-        gradient = None if loss.numel() != 1 else scaled(loss, 1.0 / num_micro_batches * self.scale)
+    def factor(self, share: float) -> float:
+        """Return what a loss is multiplied by; `share` is its weight in the mean over the step's micro-batches."""
+        return share * self.scale
+
+    def backpropagate(self, loss: torch.Tensor, share: float, *, retain_graph: bool) -> None:
+        """Run backward of one micro-batch's loss, multiplied by `factor` from its first gradient on."""
+        gradient = None if loss.numel() != 1 else scaled(loss, self.factor(share))
         self.is_in_loss = gradient is not None  # of more elements, torch says what is missing
         try:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            loss.backward(gradient, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self.is_in_loss = False
 
-    def factor_left(self, num_micro_batches: int) -> float:
-        """Return what gradients that enter the module have still to be multiplied by."""
-        return 1.0 if self.is_in_loss else 1.0 / num_micro_batches * self.scale
+    def factor_of_loss(self, share: float) -> float:
+        """Return what the gradient of a scaled loss is multiplied by in the backward that runs: by `factor`, but once."""
+        if self.is_in_loss:
+            return 1.0
+        self.scaled_backward = torch._C._current_graph_task_id()
+        return self.factor(share)
+
+    def factor_left(self, share: float) -> float:
+        """Return what gradients that enter the module have still to be multiplied by in the backward that runs."""
+        is_scaled = self.is_in_loss or self.scaled_backward == torch._C._current_graph_task_id()
+        return 1.0 if is_scaled else self.factor(share)
 
     def applied(self) -> None:
         """Register a step with a finite gradient."""

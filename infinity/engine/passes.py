@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from infinity.errors import IllegalTransition
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One of the familiar loop: what a backward knows of the forward that it goes through."""
+
+    step_number: int
+    index: int  # within the step
 
 
 class Passes:
     """Counts what an engine is told of. One thread.
 
-    A step ends after a fixed number of backward passes, or where the user says.
+    A step ends when a fixed number of forward passes have run backward, each once or more often, or where the user says.
     """
 
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
         self.num_forwards = 0  # micro-batches begun since the last step
-        self.num_backwards = 0  # that began; fewer have ended where one failed
-        self.num_backwards_ended = 0
+        self._reached: set[int] = set()  # forward passes that a backward went through
+        self._spent: set[int] = set()  # those of them whose graph is gone
+        self._num_running = 0  # ways of backward into a forward pass that began and did not end; 0 between calls
         self.step_number = 0  # changes with every step that is taken or discarded
         self._gradients_are_final = False  # somebody has looked at them
         self._said: bool | None = None
         self._holds_back = False
+        self._ends_here = False  # the step was closed by `close_step_after`
 
     # Where the step ends
 
@@ -33,8 +44,10 @@ class Passes:
     @property
     def at_boundary(self) -> bool:
         """Whether no more micro-batches belong to the step."""
-        if self._holds_back or not self.num_backwards:
+        if self._holds_back or not self._reached:
             return False
+        if self._ends_here:
+            return True
         return self.num_backwards >= self.num_micro_batches if self._said is None else self._said
 
     @property
@@ -43,31 +56,66 @@ class Passes:
         return self.num_micro_batches > 1 or self._said is not None or self._holds_back
 
     def require_step(self) -> None:
-        """Raise IllegalTransition inside `hold_back`."""
+        """Raise IllegalTransition inside `hold_back` and `close_step_after`."""
         if self._holds_back:
             raise IllegalTransition(
-                "step was called inside no_sync.", remedy="Leave the block, run the last backward, step."
+                "step was called inside no_sync or coalesce_grad_reduction.",
+                remedy="Leave the block; after no_sync run the last backward; then step.",
             )
 
     @contextmanager
-    def hold_back(self) -> Iterator[None]:
-        """Inside the block the step does not end: gradients are only summed. Raises IllegalTransition when nested."""
+    def hold_back(self, call: str) -> Iterator[None]:
+        """Inside the block, which is known as `call`, the step does not end: gradients are only summed.
+
+        Raises IllegalTransition when nested.
+        """
         if self._holds_back:
-            raise IllegalTransition("no_sync was entered inside no_sync.", remedy="Enter it once.")
+            raise IllegalTransition(
+                f"{call} was entered inside no_sync or coalesce_grad_reduction.", remedy="Enter one of them, once."
+            )
         self._holds_back = True
         try:
             yield
         finally:
             self._holds_back = False
 
+    @contextmanager
+    def close_step_after(self) -> Iterator[None]:
+        """The backward passes inside the block are the step's last ones, however many: it ends with the block."""
+        with self.hold_back("coalesce_grad_reduction"):
+            yield
+        self._ends_here = bool(self._reached)
+
     # What was run
+
+    @property
+    def num_backwards(self) -> int:
+        """Forward passes of the step that a backward went through."""
+        return len(self._reached)
+
+    def begin_forward(self) -> ForwardPass:
+        """Count one more."""
+        self.num_forwards += 1
+        return ForwardPass(self.step_number, self.num_forwards - 1)
+
+    def begin_backward(self, forward: ForwardPass) -> None:
+        """A backward goes into this forward pass. Raises IllegalTransition as `_require_backward` does."""
+        self._require_backward(forward.step_number)
+        self._num_running += 1
+        self._reached.add(forward.index)
+
+    def end_backward(self, forward: ForwardPass, *, keeps_graph: bool) -> None:
+        """That backward is over; another one may come where the graph was kept."""
+        self._num_running -= 1
+        if not keeps_graph:
+            self._spent.add(forward.index)
 
     @property
     def has_failed(self) -> bool:
         """Whether a backward began and did not end: part of its gradient was summed already."""
-        return self.num_backwards != self.num_backwards_ended
+        return self._num_running > 0
 
-    def require_backward(self, step_number: int) -> None:
+    def _require_backward(self, step_number: int) -> None:
         """Raise IllegalTransition for a loss of another step than this one, and when its gradients are final."""
         if step_number != self.step_number:
             raise IllegalTransition(
@@ -90,7 +138,7 @@ class Passes:
 
     def require_no_graph(self, call: str) -> None:
         """Raise IllegalTransition while a backward is to come whose forward has used the weights."""
-        if self.num_forwards != self.num_backwards_ended:
+        if self.num_forwards != len(self._spent):
             raise IllegalTransition(
                 f"{call} was called between a forward and its backward.",
                 remedy="Run backward first, or give the forward up with engine.zero_grad().",
@@ -108,6 +156,8 @@ class Passes:
 
     def forget(self) -> None:
         """The step was taken or discarded."""
-        self.num_forwards = self.num_backwards = self.num_backwards_ended = 0
+        self.num_forwards = self._num_running = 0
+        self._reached.clear()
+        self._spent.clear()
         self.step_number += 1
-        self._gradients_are_final = False
+        self._gradients_are_final = self._ends_here = False

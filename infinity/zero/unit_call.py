@@ -199,7 +199,8 @@ def _rerun_and_backward(
     for leaf in leaves:
         if leaf.tensor.grad is not None:
             runtime.sums.add(leaf.shard, leaf.parameter, leaf.visit, leaf.tensor.grad)
-    runtime.sums.complete(runtime.unit.groups)
+    if not graph_is_kept():
+        runtime.sums.complete(runtime.unit.groups)
     return tuple(tensor.grad for tensor in inputs)
 
 
@@ -262,6 +263,11 @@ def _collector(leaf: TrackedLeaf, sums: GradientSums) -> Callable[[torch.Tensor]
     return collect
 
 
+def graph_is_kept() -> bool:
+    """Return whether the backward that runs keeps its graph (`retain_graph`), so that another one may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def _as_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
@@ -274,7 +280,7 @@ def _complete_with(tensors: Sequence[torch.Tensor], micro_batch: MicroBatch, com
     pending = [complete]
 
     def once(_: Sequence[torch.Tensor]) -> None:
-        if pending and not micro_batch.walking:  # forward itself may have asked for a gradient
+        if pending and not micro_batch.walking and not graph_is_kept():  # forward itself may have asked for a gradient
             pending.pop()()
 
     for tensor in tensors:
