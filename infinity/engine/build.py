@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.aio.select import Probe
+from infinity.comm.local import Local
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
@@ -23,12 +24,14 @@ from infinity.engine.cut import CutModel, cut
 from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
 from infinity.engine.engine import Engine
+from infinity.engine.exchange import Exchange
 from infinity.engine.groups import Groups, put_into_place
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
 from infinity.engine.loss_scaler import build_loss_scaler
 from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_course_schedule, build_torch_schedule
+from infinity.engine.masters import Masters
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.parameter_states import StateAccess, open_states
@@ -113,7 +116,7 @@ def build_engine(
     compute = open_compute_device()
     pieces = cut(model, config, groups.index_of, stage=config.zero_optimization.stage or 0, ranks=ranks)
     asked = placement or Placement.from_config(config)
-    adopted = adoption(adopt) if adopt is not None else None
+    adopted = adoption(adopt, num_ranks=ranks.world_size) if adopt is not None else None
     recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None
     plan = plan_for(pieces, config, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
     if adopted is not None:
@@ -289,11 +292,15 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         grad_dtype=grad_dtype,
         max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
     )
+    exchange = Exchange(Local(), device)
+    masters = Masters(store, weights, exchange, ledger)
     persistence = Persistence(
         module=model,
         shards=shards,
         store=store,
         weights=weights,
+        masters=masters,
+        exchange=exchange,
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
         loss_scaler=loss_scaler,
@@ -344,7 +351,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         weights=weights,
         gradients=gradients,
         loss_scale=lambda: loss_scaler.scale,
-        master=persistence.master,
+        masters=masters,
+        exchange=exchange,
         staging=slots[0].host,
         ledger=ledger,
         compute_tier=compute.tier,

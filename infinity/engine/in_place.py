@@ -60,14 +60,21 @@ def commit_in_place(
     return write_checkpoint(directory, (), state, buffers=buffers, swap_files=swap_files)
 
 
-def adoption(checkpoint: Path) -> Adoption | None:
+def adoption(checkpoint: Path, *, num_ranks: int) -> Adoption | None:
     """Return what taking over a checkpoint in place needs; None for one that is a copy.
 
-    Raises CheckpointError and its kinds where the swap files are no longer that checkpoint.
+    Raises CheckpointError and its kinds where the swap files are no longer that checkpoint, or where they, which one rank
+    has written, would have to serve several.
     """
     manifest = verify(checkpoint).manifest
     if not manifest.swap_files:
         return None
+    if num_ranks > 1:
+        raise CheckpointMismatch(
+            f"{checkpoint} lies in the swap files of one rank, {Path(manifest.swap_files[0].path).parent}; this job has "
+            f"{num_ranks} ranks.",
+            remedy="Resume it with one rank and save a copy where there is room for one; that loads on any number of ranks.",
+        )
     run = Path(manifest.swap_files[0].path).parent
     commit = read_commit(run)
     cpu_memory_bytes = commit.manifest.get(_CPU_MEMORY)

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
-from infinity.engine.planes import has_plane, local_elements, read_plane, runs_of, section_of, write_plane
+from infinity.engine.exchange import Exchange
+from infinity.engine.masters import OWNER, Masters
+from infinity.engine.planes import has_plane, local_elements, read_plane, runs_of, section_of, weights_of, write_plane
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import ModelError
 from infinity.memory.arena import Buffer
@@ -22,7 +24,6 @@ from infinity.zero.shard import TORCH_DTYPES, Shard
 from infinity.zero.weights import Weights
 
 MASTER = "fp32"
-_OWNER = "gathered parameters"
 # The planes that hold what the weights do not say of a master: the user sees the master itself.
 _MASTER_PLANES = ("master", "master_low")
 
@@ -50,7 +51,8 @@ class StateAccess:
     weights: Weights
     gradients: WaitingGradients
     loss_scale: Callable[[], float]  # by which gradients that wait are too large
-    master: Callable[[Shard, ParameterSpec], torch.Tensor]  # full fp32 values, of a drained engine
+    masters: Masters
+    exchange: Exchange
     staging: Buffer  # host memory for one shard's weights
     ledger: Ledger
     compute_tier: Tier
@@ -71,7 +73,7 @@ class StatesOfParameter:
     def hold_weight(self) -> torch.Tensor:
         access, index = self.access, self.shard.index
         access.door.synchronize()
-        access.ledger.take(access.compute_tier, _OWNER, self._weight_bytes)
+        access.ledger.take(access.compute_tier, OWNER, self._weight_bytes)
         views = access.weights.acquire(index)
         try:
             return views[self.spec.name].detach().clone()
@@ -79,16 +81,24 @@ class StatesOfParameter:
             access.weights.release(index)
 
     def let_go(self) -> None:
-        self.access.ledger.give(self.access.compute_tier, _OWNER, self._weight_bytes)
+        self.access.ledger.give(self.access.compute_tier, OWNER, self._weight_bytes)
+
+    def of_rank(self, rank: int, weight: torch.Tensor) -> torch.Tensor:
+        values = weight.detach().reshape(-1).to("cpu")
+        self.access.exchange.broadcast(values, source=rank, what=f"what rank {rank} wrote to {self.name}")
+        return values.view(self.spec.shape)
+
+    def on_every_rank(self, is_so: bool) -> list[bool]:
+        return [bool(theirs) for theirs in self.access.exchange.group.gather(is_so, what=f"writes to {self.name}")]
 
     def get(self, state: str, *, local: bool) -> torch.Tensor | None:
         self.access.door.synchronize()
         if state == MASTER:
-            full = self.access.master(self.shard, self.spec)
-            return self._local_part(full) if local else full
+            masters = self.access.masters
+            return masters.own(self.shard, self.spec) if local else masters.whole(self.shard, self.spec)
         if not self._has(state):
             return None
-        return self._shaped(read_plane(self.access.store, self.shard.layout, self.name, state), local)
+        return self._shaped(read_plane(self.access.store, self.shard.layout, self.name, state), local, state)
 
     def set(self, state: str, value: torch.Tensor, *, local: bool) -> None:
         self.access.door.synchronize()
@@ -104,7 +114,7 @@ class StatesOfParameter:
     def get_gradient(self, *, local: bool) -> torch.Tensor | None:
         self.access.door.finish_gradients()
         values = self.access.gradients.read(self.shard.index, self.name)
-        return None if values is None else self._shaped(values.float() / self.access.loss_scale(), local)
+        return None if values is None else self._shaped(values.float() / self.access.loss_scale(), local, "gradient")
 
     def set_gradient(self, value: torch.Tensor, *, local: bool) -> None:
         self.access.door.finish_gradients()
@@ -141,9 +151,7 @@ class StatesOfParameter:
         if buffer is None:
             buffer = access.staging
             access.store.fetch_weights(layout.index, buffer).wait()
-        section = section_of(layout, self.name)
-        flat = buffer.tensor(torch.uint8, layout.shard_weight_bytes)[section.shard_byte_offset :]
-        elements = flat[: section.shard_elements * section.element_bytes].view(TORCH_DTYPES[section.dtype])
+        elements = weights_of(layout, section_of(layout, self.name), buffer)
         position = 0
         for run in runs_of(layout, self.name):
             elements[run.offset : run.offset + run.length] = values[position : position + run.length]
@@ -152,13 +160,16 @@ class StatesOfParameter:
         access.weights.show_resident()
         access.weights.rewind()
 
-    def _shaped(self, local_values: torch.Tensor, local: bool) -> torch.Tensor:
-        return local_values if local else local_values.view(self.spec.shape)
+    def _shaped(self, own: torch.Tensor, local: bool, what: str) -> torch.Tensor:
+        """Return this rank's elements as they are, or those of all ranks in the parameter's shape."""
+        if local:
+            return own
+        return self.access.exchange.whole(self.shard.layout, self.name, own, what=what).view(self.spec.shape)
 
     def _local_part(self, full: torch.Tensor) -> torch.Tensor:
         flat = full.reshape(-1)
         runs = runs_of(self.shard.layout, self.name)
-        return torch.cat([flat[run.parameter_offset : run.parameter_offset + run.length] for run in runs])
+        return torch.cat([flat[:0], *(flat[run.parameter_offset : run.parameter_offset + run.length] for run in runs)])
 
     def _flat(self, value: torch.Tensor, local: bool) -> torch.Tensor:
         """Return this rank's elements, fp32 and 1-D. Raises ModelError for another shape."""

@@ -1,4 +1,4 @@
-"""One parameter's part of a shard's arrays: read and written run by run, one tile at a time."""
+"""One parameter's part of a shard's arrays: read and written run by run, one tile at a time. And which part who has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.store.layout import Section, Segment, ShardLayout, Tile, tile_segments
+from infinity.memory.arena import Buffer
+from infinity.store.layout import ALIGN_ELEMENTS, Section, Segment, ShardLayout, Tile, shard_layout, tile_segments
 from infinity.store.store import Store
 from infinity.store.tiles import TileLease
+from infinity.zero.shard import TORCH_DTYPES
 
 PLANE_DTYPES = {"int16": torch.int16, "float32": torch.float32}
 
@@ -22,6 +24,27 @@ def section_of(layout: ShardLayout, parameter: str) -> Section:
 def runs_of(layout: ShardLayout, parameter: str) -> tuple[Segment, ...]:
     """Return this rank's runs of the parameter in its section, ascending."""
     return tuple(segment for segment in section_of(layout, parameter).segments if segment.parameter == parameter)
+
+
+def num_parts(layout: ShardLayout) -> int:
+    """Return over how many ranks the unit is split; 1 where each has the whole."""
+    sizes = [section for section in layout.sections if section.shard_elements]
+    return max((section.unit_elements // section.shard_elements for section in sizes), default=1)
+
+
+def part_of(layout: ShardLayout, rank: int) -> ShardLayout:
+    """Return another rank's part of a unit of which `layout` is one: equal sections and tiles, with runs of its own."""
+    return shard_layout(
+        layout.index, layout.name, layout.specs,
+        tile_elements=max((tile.num_elements for tile in layout.tiles), default=ALIGN_ELEMENTS),
+        world_size=num_parts(layout), rank=rank,
+    )  # fmt: skip
+
+
+def weights_of(layout: ShardLayout, section: Section, weights: Buffer) -> torch.Tensor:
+    """Return a section's elements in the buffer of the shard's weights, 1-D; the section's runs are offsets in it."""
+    flat = weights.tensor(torch.uint8, layout.shard_weight_bytes)[section.shard_byte_offset :]
+    return flat[: section.shard_elements * section.element_bytes].view(TORCH_DTYPES[section.dtype])
 
 
 def local_elements(layout: ShardLayout, parameter: str) -> int:

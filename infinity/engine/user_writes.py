@@ -3,7 +3,7 @@
 A split bf16 master takes its high half from the weight itself, so that a write would meet the low half of the old value: up
 to half a unit in the last place away from what was written, and not a number where zero was. Beside fp16 weights the master
 is whole, and the next update would write over them. Writes through torch are seen by the tensor's version; only those
-through `parameter.data` have none (docs/decisions.md).
+through `parameter.data` have none (docs/decisions.md). Over several ranks each takes what it owns from its own parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.engine.planes import runs_of, section_of, weights_of
 from infinity.errors import ModelError
 from infinity.store.layout import MASTER_PLANES, ParameterSpec, tile_segments
 from infinity.store.store import Store
@@ -69,14 +70,22 @@ class UserWrites:
                 )
             watched.own.copy_(parameter.data)
             parameter.data = watched.own
-        in_host_memory = self._store.weights(watched.shard.index)
-        if in_host_memory is not None:
-            flat = in_host_memory.tensor(torch.uint8, watched.shard.layout.unit_weight_bytes)
-            value = watched.shard.views(flat)[spec.name]
-            if value.data_ptr() != watched.own.data_ptr():  # on a device of its own memory: the master is the host's
-                value.copy_(watched.own)
-        self._renew_master(watched.shard, spec, watched.own.reshape(-1))
+        written = watched.own.reshape(-1)
+        self._renew_weights(watched.shard, spec, written)
+        self._renew_master(watched.shard, spec, written)
         watched.version = parameter._version
+
+    def _renew_weights(self, shard: Shard, spec: ParameterSpec, written: torch.Tensor) -> None:
+        """Let what this rank owns of the weights say what was written."""
+        in_host_memory = self._store.weights(shard.index)
+        if in_host_memory is None:
+            return
+        elements = weights_of(shard.layout, section_of(shard.layout, spec.name), in_host_memory)
+        for run in runs_of(shard.layout, spec.name):
+            own = elements[run.offset : run.offset + run.length]
+            source = written[run.parameter_offset : run.parameter_offset + run.length]
+            if own.data_ptr() != source.data_ptr():  # beside the whole, or on a device of its own memory
+                own.copy_(source)
 
     def _renew_master(self, shard: Shard, spec: ParameterSpec, written: torch.Tensor) -> None:
         """Let what tiles hold of the parameter's master say what was written: nothing more than the weight, or all of it."""

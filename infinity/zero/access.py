@@ -16,7 +16,9 @@ class ParameterStates(Protocol):
     """The states of one parameter, wherever they live. Tensors are copies in host memory unless said otherwise.
 
     *Full* values have the parameter's shape, *local* ones are the elements that this rank owns, 1-D and in their order.
-    Every call makes pending updates first. Raises IllegalTransition while the engine's module runs.
+    Over several ranks every rank makes the same calls in the same order (`set` takes from each what that rank owns); only
+    `get` of a local part asks no other rank. Every call makes pending updates first. Raises IllegalTransition while the
+    engine's module runs.
     """
 
     @property
@@ -27,6 +29,14 @@ class ParameterStates(Protocol):
         ...
 
     def let_go(self) -> None: ...
+
+    def of_rank(self, rank: int, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight that rank `rank` gives, in host memory; where `weight` is there, it is filled with that."""
+        ...
+
+    def on_every_rank(self, is_so: bool) -> list[bool]:
+        """Return what every rank says, in rank order."""
+        ...
 
     def get(self, state: str, *, local: bool) -> torch.Tensor | None:
         """Return "fp32" (the master), or a plane of optimizer state such as "exp_avg"; None where it is frozen."""

@@ -18,13 +18,14 @@ _BITS = {2: torch.int16, 4: torch.int32}  # what parameters are compared as, by 
 class GatheredParameters:
     """`with GatheredParameters(params):` lets absent parameters be used as tensors, with their whole compute weights.
 
-    With `modifier_rank` what that rank writes becomes their value on every rank: of a split or full fp32 master, too.
-    Without it a write to an absent parameter is an error at the end of the block and lost. Parameters that stay in memory,
-    and those of no engine, are what they are all the time; with `modifier_rank` also what is written through `.data` becomes
-    the master of the former. After an exception nothing is kept of absent ones. `fwd_module` changes nothing.
+    With `modifier_rank` what that rank writes becomes their value on every rank: of a split or full fp32 master, too; what
+    other ranks write is lost. Without it a write to an absent parameter is an error at the end of the block, on every rank,
+    and lost. Parameters that stay in memory, and those of no engine, are what they are all the time; with `modifier_rank`
+    also what is written through `.data` becomes the master of the former. After an exception nothing is kept of absent ones.
+    Over several ranks every rank runs the block, with the same parameters in the same order. `fwd_module` changes nothing.
 
     Raises IllegalTransition for a parameter that is gathered already and, where something was written, between a forward and
-    its backward; ModelError for another shape or dtype at the end; OverBudget.
+    its backward; ModelError for another shape or dtype at the end, or a rank that there is not; OverBudget.
     """
 
     def __init__(
@@ -71,19 +72,25 @@ class GatheredParameters:
         self._gathered.append(parameter)
 
     def _keep_edits(self) -> None:
-        edited = [parameter for parameter in self._gathered if _was_edited(parameter)]
-        if edited and self._modifier_rank is None:
-            names = ", ".join(parameter.parameter_name for parameter in edited)
+        modifier = self._modifier_rank
+        if modifier is None:
+            self._refuse_edits()
+            return
+        for parameter in self._gathered:
+            _keep(parameter, _values(parameter), _was_edited(parameter), modifier)
+        for resident, before in self._resident:
+            _keep(resident, resident.detach(), not _same_bits(resident.detach(), before), modifier)
+
+    def _refuse_edits(self) -> None:
+        edited = []
+        for parameter in self._gathered:
+            if any(states_of(parameter).on_every_rank(_was_edited(parameter))):
+                edited.append(parameter.parameter_name)
+        if edited:
             raise IllegalTransition(
-                f"{names} was written inside GatheredParameters without a modifier_rank: the write is lost.",
+                f"{', '.join(edited)} was written inside GatheredParameters without a modifier_rank: the write is lost.",
                 remedy="Give GatheredParameters(..., modifier_rank=0) to keep what rank 0 writes.",
             )
-        for parameter in edited:
-            states_of(parameter).set("fp32", _values(parameter).float(), local=False)
-        for resident, before in self._resident:
-            values = resident.detach().clone()
-            if not _same_bits(values, before):
-                states_of(resident).set("fp32", values.float(), local=False)
 
     def _let_go(self) -> None:
         for parameter in self._gathered:
@@ -94,6 +101,19 @@ class GatheredParameters:
                 states.let_go()
         self._gathered.clear()
         self._resident.clear()
+
+
+def _keep(parameter: nn.Parameter, values: torch.Tensor, was_edited: bool, modifier: int) -> None:
+    """Make what rank `modifier` has there the parameter's value on every rank, if it wrote."""
+    states = states_of(parameter)
+    edits = states.on_every_rank(was_edited)
+    if modifier not in range(len(edits)):
+        raise ModelError(
+            f"GatheredParameters was given modifier_rank={modifier}, but the ranks are 0 to {len(edits) - 1}.",
+            remedy="Name the rank whose writes are kept.",
+        )
+    if edits[modifier]:
+        states.set("fp32", states.of_rank(modifier, values).float(), local=False)
 
 
 def _values(parameter: AbsentParameter) -> torch.Tensor:

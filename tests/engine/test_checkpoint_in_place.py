@@ -48,7 +48,7 @@ def commit(nvme: Path, directory: Path) -> tuple[Path, list[tuple[float, ...]]]:
 def test_the_recorded_budget_is_used_again(nvme: Path, tmp_path: Path) -> None:
     """Without a budget of its own the new engine plans for the recorded one, and goes on bit for bit."""
     path, expected = commit(nvme, tmp_path / "checkpoints")
-    found = adoption(path)
+    found = adoption(path, num_ranks=1)
     assert found is not None
     assert found.cpu_memory_bytes == BUDGET_BYTES
     with open_engine(BULK.build(), settings_within(nvme, None), adopt=path) as engine:
@@ -62,4 +62,4 @@ def test_another_layout_is_refused_with_the_recorded_budget(nvme: Path, tmp_path
     path, _ = commit(nvme, tmp_path / "checkpoints")
     with pytest.raises(CheckpointMismatch, match=f"--cpu-memory {BUDGET_BYTES}"):
         open_engine(BULK.build(), settings_within(nvme, OTHER_BUDGET_BYTES), adopt=path)
-    assert adoption(path) is not None
+    assert adoption(path, num_ranks=1) is not None
