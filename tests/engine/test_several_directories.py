@@ -223,7 +223,7 @@ def test_a_checkpoint_whose_swap_files_hold_a_later_one_is_told(pair: tuple[Path
             paths.append(engine.save_checkpoint(tmp_path / "checkpoints"))
     _agree_with_lengths(paths[0] / "manifest.json")
     with pytest.raises(CheckpointIncomplete, match=f"{paths[0]} is gone.*the checkpoint of step 2 now"):
-        adoption(paths[0])
-    found = adoption(paths[1])
+        adoption(paths[0], num_ranks=1)
+    found = adoption(paths[1], num_ranks=1)
     assert found is not None
     assert found.state.counters.global_step == 2
