@@ -285,12 +285,15 @@ class Engine:
         self._loop.require_no_graph(call)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, fp32 master value on the CPU) of every parameter, one at a time."""
+        """Yield (name, fp32 master value on the CPU) of every parameter, one at a time; every rank runs to the end."""
         self.synchronize()
         yield from self._parts.persistence.full_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all fp32 master values and the module's buffers, for models that fit in memory; tied names included."""
+        """Return all fp32 master values and the module's buffers, for models that fit in memory; tied names included.
+
+        Every rank calls it; rank 0 gets them, the others nothing.
+        """
         self.synchronize()
         return self._parts.persistence.state_dict()
 
@@ -301,7 +304,8 @@ class Engine:
         """Write `<directory>/step-<n>`, with a tag `<directory>/<tag>/step-<n>`, and return its path.
 
         `client_state` is JSON-able and comes back from `load_checkpoint`. With `keep`, only the newest that many complete
-        ones remain there, unless this one had to be committed in place. Raises CheckpointError, SwapSpaceError.
+        ones remain there, unless this one had to be committed in place. Every rank calls it; rank 0 writes, with its own
+        `client_state` and buffers. Raises CheckpointError, SwapSpaceError, on every rank.
         """
         self.synchronize()
         steps = StepCounts(self._step.global_steps, self._step.skipped_steps)
@@ -311,7 +315,7 @@ class Engine:
         """Load a checkpoint and return (its path, its client_state).
 
         `path` is its own directory, or one that `save_checkpoint` was given: then of this tag, else of the tag saved last,
-        the newest complete one. Raises CheckpointError and its kinds; then the engine's state is as before, except after an
+        the newest complete one. Every rank reads it, whatever number of them saved it. Raises CheckpointError and its kinds; then the engine's state is as before, except after an
         error of reading. Raises IllegalTransition in the middle of a step of the familiar loop.
         """
         self._step.begin_anew("load_checkpoint")

@@ -5,6 +5,9 @@ that `engine.step()` takes next, averaged over its micro-batches and unclipped: 
 `step()`. *Full* values have the parameter's shape; *local* ones are the elements that this rank owns, 1-D. None stands for
 what a parameter does not have: no gradient in this step, no optimizer state where it is frozen.
 
+Over several ranks every rank makes the same calls in the same order; each takes what it owns from the full value that it is
+given, so that all have to give the same. Only a local master or optimizer state is read by a rank alone.
+
 All raise ModelError for a parameter that no open engine has and for a value of another shape, and IllegalTransition at a
 time when there is nothing right to say: see `zero.access.ParameterStates`.
 """

@@ -41,8 +41,8 @@ class _Turn:
     def pieces(self) -> Iterator[tuple[str, int, HostData]]:
         """Tell the others that this unit comes, and give its pieces."""
         self._group.gather(_NEXT_UNIT, what=self._what)
-        self._running = self.give()
-        yield from self._running
+        self._running = self.give()  # it stays open where the writer fails: `finish` goes on with it
+        return self._running
 
     def give(self) -> Iterator[tuple[str, int, HostData]]:
         """Give the pieces, together with every other rank."""

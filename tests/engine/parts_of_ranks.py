@@ -104,6 +104,8 @@ class Rank:
     def fill(self, state: State) -> None:
         """Put this rank's part of a state into its store."""
         for layout in self.layouts:
+            for tile in layout.tiles:
+                self.store.publish_tile(tile, self.store.new_tile(tile)).wait()
             buffer = self.store.weights(layout.index) or page_buffer(layout.shard_weight_bytes)
             for spec in layout.specs:
                 elements = weights_of(layout, section_of(layout, spec.name), buffer)
