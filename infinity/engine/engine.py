@@ -315,8 +315,9 @@ class Engine:
         """Load a checkpoint and return (its path, its client_state).
 
         `path` is its own directory, or one that `save_checkpoint` was given: then of this tag, else of the tag saved last,
-        the newest complete one. Every rank reads it, whatever number of them saved it. Raises CheckpointError and its kinds; then the engine's state is as before, except after an
-        error of reading. Raises IllegalTransition in the middle of a step of the familiar loop.
+        the newest complete one. Every rank reads it, whatever number of them saved it. Raises CheckpointError and its kinds;
+        then the engine's state is as before, except after an error of reading. Raises IllegalTransition in the middle of a
+        step of the familiar loop.
         """
         self._step.begin_anew("load_checkpoint")
         self.synchronize()
