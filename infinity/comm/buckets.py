@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Sums are made of buckets of at most this many bytes of a shard: one is added up while the next one is on its way.
+BUCKET_BYTES = 1 << 20
+SUMS_IN_FLIGHT = 2
+_NARROWEST_BYTES, _SUM_BYTES = 2, 4
+
+
+def scratch_bytes(size: int) -> int:
+    """Return what sums over `size` ranks take beside their buffers, for as long as the group is open: none for one rank."""
+    if size == 1:
+        return 0
+    return SUMS_IN_FLIGHT * (size - 1) * BUCKET_BYTES + BUCKET_BYTES // _NARROWEST_BYTES * _SUM_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

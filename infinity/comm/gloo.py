@@ -12,21 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinity.comm.buckets import Bucket, cut
+from infinity.comm.buckets import BUCKET_BYTES, SUMS_IN_FLIGHT, Bucket, cut
 from infinity.comm.line import Line, Peers, Transfers
 from infinity.comm.order import Entry
 from infinity.errors import CommError
 from infinity.handles import Handle
-
-# Sums are made of buckets of at most this many bytes of a shard: one is added up while the next one is on its way.
-BUCKET_BYTES = 1 << 20
-_NUM_IN_FLIGHT = 2
-_SUM_BYTES = 4
-
-
-def scratch_bytes(size: int) -> int:
-    """Return what sums over `size` ranks take beside their buffers, for as long as the group is open."""
-    return _NUM_IN_FLIGHT * (size - 1) * BUCKET_BYTES + BUCKET_BYTES // 2 * _SUM_BYTES
 
 
 class GlooCollectives:
@@ -82,7 +72,7 @@ class GlooCollectives:
         under_way: list[tuple[list[Tensor], Transfers]] = []
         for number, bucket in enumerate([*buckets, None]):
             if bucket is not None:
-                under_way.append(self._start(parts, bucket, self._received[number % _NUM_IN_FLIGHT]))
+                under_way.append(self._start(parts, bucket, self._received[number % SUMS_IN_FLIGHT]))
             if number > 0:
                 contributions, transfers = under_way.pop(0)
                 transfers.wait()
@@ -112,7 +102,7 @@ class GlooCollectives:
 
 def open_gloo_collectives(line: Line, peers: Peers) -> GlooCollectives:
     """Take the scratch memory of `scratch_bytes` and return the collectives over `line`."""
-    received = [torch.empty((peers.size - 1, BUCKET_BYTES), dtype=torch.uint8) for _ in range(_NUM_IN_FLIGHT)]
+    received = [torch.empty((peers.size - 1, BUCKET_BYTES), dtype=torch.uint8) for _ in range(SUMS_IN_FLIGHT)]
     return GlooCollectives(line, peers, received, torch.empty(BUCKET_BYTES // 2, dtype=torch.float32))
 
 
