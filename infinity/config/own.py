@@ -17,6 +17,7 @@ class InfinitySection(Section):
     cpu_memory: Size | None = None  # bytes per node
     gpu_memory: Size | None = None  # bytes per GPU
     schedule: Literal["vertical", "horizontal"] = "vertical"
+    gradient_reduction: Literal["boundary", "micro_batch"] | None = None  # over ranks: once a step, or each micro-batch
     tile_bytes: Size = 8 * MIB  # optimizer state per tile
     tile_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers that tiles stream through
     weight_slots: Annotated[Count, Field(ge=2)] | None = None  # buffers for gathered units

@@ -76,6 +76,7 @@ FIELDS: dict[str, object] = {
     "infinity.cpu_memory": 1 << 30,
     "infinity.gpu_memory": 1 << 31,
     "infinity.schedule": "horizontal",
+    "infinity.gradient_reduction": "micro_batch",
     "infinity.tile_bytes": 1 << 22,
     "infinity.tile_slots": 4,
     "infinity.weight_slots": 3,
