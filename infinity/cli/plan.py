@@ -228,7 +228,7 @@ def _table(outlook: Outlook) -> Table:
 
 
 def _cells(one: StageOutlook, outlook: Outlook) -> tuple[str, ...]:
-    from infinity.placement.links import Link
+    from infinity.placement import Link
     from infinity.states import Tier
 
     tiers = (Tier.GPU, Tier.CPU) if outlook.question.has_gpu else (Tier.CPU,)

@@ -39,9 +39,9 @@ from infinity.engine.parts import EngineParts
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import (
     ActivationSizes,
+    cut_and_plan,
     grad_dtype_of,
     placement_notes,
-    plan_for,
     residencies_of,
     shares_of,
 )
@@ -114,11 +114,18 @@ def build_engine(
     allocator = tune_host_allocator()
     base_bytes = measure_base()
     compute = open_compute_device()
-    pieces = cut(model, config, groups.index_of, stage=config.zero_optimization.stage or 0, ranks=ranks)
     asked = placement or Placement.from_config(config)
     adopted = adoption(adopt, num_ranks=ranks.world_size) if adopt is not None else None
     recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None
-    plan = plan_for(pieces, config, asked, compute, ActivationSizes(activation_bytes, kept_bytes), recorded_bytes)
+    pieces, plan = cut_and_plan(
+        lambda stage: cut(model, config, groups.index_of, stage=stage, ranks=ranks),
+        config,
+        asked,
+        compute,
+        ActivationSizes(activation_bytes, kept_bytes),
+        ranks,
+        recorded_bytes,
+    )
     if adopted is not None:
         adopted.require_shares([shares_of(unit) for unit in plan.units])
     placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from infinity.comm.buckets import scratch_bytes
 from infinity.config import Config
 from infinity.engine.cut import DTYPE_NAMES, CutModel
+from infinity.engine.ranks import ONE_RANK, Ranks
 from infinity.memory.device import ComputeDevice
 from infinity.memory.limits import HEADROOM_SHARE, plannable_host_bytes
-from infinity.placement import Placement, Plan, PlanRequest, Schedule, UnitPlan, plan_with_slots
+from infinity.placement import (
+    GradientReduction,
+    Placement,
+    Plan,
+    PlanRequest,
+    Schedule,
+    UnitPlan,
+    plan_best_stage,
+    plan_with_slots,
+)
 from infinity.placement.placement import AUTO, ShareChoice
 from infinity.states import Tier
 from infinity.store.layout import ELEMENT_BYTES
@@ -39,14 +50,16 @@ def plan_for(
     placement: Placement,
     compute: ComputeDevice,
     activations: ActivationSizes,
+    ranks: Ranks = ONE_RANK,
     recorded_cpu_bytes: int | None = None,
 ) -> Plan:
-    """Return the plan for a cut model. Raises DoesNotFit.
+    """Return this rank's plan for a model that is cut for the placement's stage. Raises DoesNotFit and ConfigError.
 
-    Without a budget of the configuration, `recorded_cpu_bytes` counts: that of the run whose swap files are taken over.
+    RAM is the machine's and shared by its ranks. Without a budget of the configuration, `recorded_cpu_bytes` counts: that of
+    this rank in the run whose swap files are taken over.
     """
-    own = config.infinity
-    cpu_bytes = own.cpu_memory or recorded_cpu_bytes or plannable_host_bytes()
+    own, num_local = config.infinity, ranks.local_world_size
+    cpu_bytes = own.cpu_memory // num_local if own.cpu_memory else recorded_cpu_bytes or plannable_host_bytes() // num_local
     gpu_bytes = None
     if compute.memory is not None:
         gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - HEADROOM_SHARE))
@@ -56,7 +69,7 @@ def plan_for(
         placement=placement,
         cpu_memory_bytes=cpu_bytes,
         gpu_memory_bytes=gpu_bytes,
-        num_micro_batches=config.batch(1).num_micro_batches,
+        num_micro_batches=config.batch(ranks.world_size).num_micro_batches,
         activation_bytes=int(compute_bytes * _ACTIVATION_SHARE) if activations.num_bytes is None else activations.num_bytes,
         grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(config)],
         tile_elements=pieces.tile_elements,
@@ -64,17 +77,53 @@ def plan_for(
         recompute=own.recompute,
         root_bytes=pieces.buffer_bytes(),
         has_nvme=bool(config.nvme_directories),
+        num_local_ranks=num_local,
+        num_ranks=ranks.world_size,
+        gradient_reduction=None if own.gradient_reduction is None else GradientReduction(own.gradient_reduction),
+        scratch_bytes=scratch_bytes(ranks.world_size) if gpu_bytes is None else 0,
     )
     most_groups = max((len(unit.groups) for unit in pieces.units), default=1)  # a call holds all of its unit's at once
     return plan_with_slots(request, tile_slots=own.tile_slots, weight_slots=own.weight_slots, most_groups=most_groups)
 
 
+def cut_and_plan(
+    cut_at: Callable[[int], CutModel],
+    config: Config,
+    placement: Placement,
+    compute: ComputeDevice,
+    activations: ActivationSizes,
+    ranks: Ranks,
+    recorded_cpu_bytes: int | None = None,
+) -> tuple[CutModel, Plan]:
+    """Return the model as it is cut for a stage, and the plan: the stage that is asked for, or the best one.
+
+    Raises as `plan_for` and as `cut_at`, which cuts the model for a stage.
+    """
+    cuts: dict[int, CutModel] = {}
+
+    def plan_at(stage: int) -> Plan:
+        cuts[stage] = cut_at(stage)
+        asked = replace(placement, stage=stage)
+        return plan_for(cuts[stage], config, asked, compute, activations, ranks, recorded_cpu_bytes)
+
+    asked = config.zero_optimization.stage if placement.stage is None else placement.stage
+    if asked is None and ranks.world_size == 1:
+        asked = 0
+    plan = plan_best_stage(plan_at) if asked is None else plan_at(asked)
+    return cuts[plan.stage], plan
+
+
 def placement_notes(placement: Placement, pieces: CutModel, compute: ComputeDevice) -> tuple[str, ...]:
     """Return what was asked for and is done differently, in sentences."""
-    asked = placement.resolve(pieces.sizes())
-    if compute.tier is not Tier.GPU or not any(unit.grads is Tier.GPU or _names_gpu(unit.optim) for unit in asked):
+    if compute.tier is not Tier.GPU:
         return ()
-    return ("Gradients and optimizer state that were asked onto the GPU stay in RAM: the CPU updates them.",)
+    sizes = pieces.sizes()
+    asked, notes = placement.resolve(sizes), []
+    if any(unit.grads is Tier.GPU or _names_gpu(unit.optim) for unit in asked):
+        notes.append("Gradients and optimizer state that were asked onto the GPU stay in RAM: the CPU updates them.")
+    if any(size.gathers_weights and unit.params is Tier.GPU for size, unit in zip(sizes, asked, strict=True)):
+        notes.append("Parts of weights that were asked onto the GPU stay in RAM, and go there for every use.")
+    return tuple(notes)
 
 
 def _names_gpu(optim: ShareChoice) -> bool:
@@ -87,11 +136,15 @@ def shares_of(unit: UnitPlan) -> ShardShares:
 
 
 def residencies_of(pieces: CutModel, plan: Plan) -> dict[int, Residency]:
-    """Weights on the compute tier stay; they may be read at any time where nothing of their update is left for later."""
+    """Weights on the compute tier stay; they may be read at any time where nothing of their update is left for later.
+
+    Weights that every use gathers from the parts of all ranks do not stay, wherever the parts are.
+    """
     found = {}
-    for group, layout, unit in zip(pieces.groups, pieces.layouts, plan.units, strict=True):
+    for group, layouts, unit in zip(pieces.groups, pieces.unit_layouts, plan.units, strict=True):
         all_resident = unit.num_nvme_tiles == 0 and unit.grads is not Tier.NVME
-        found[layout.index] = Residency.RESIDENT if all_resident or not group.units else Residency.KEPT
-        if group.units and unit.params is not plan.compute_tier:
-            found[layout.index] = Residency.ABSENT
+        index = layouts.owned.index
+        found[index] = Residency.RESIDENT if all_resident or not group.units else Residency.KEPT
+        if layouts.gathers_weights or (group.units and unit.params is not plan.compute_tier):
+            found[index] = Residency.ABSENT
     return found

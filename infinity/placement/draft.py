@@ -47,12 +47,14 @@ def draft_unit(unit: UnitSize, asked: UnitPlacement, request: PlanRequest) -> Dr
     """Return what the placement decides.
 
     "gpu" means CPU memory on a machine without a GPU, and for gradients and optimizer state on every machine: the CPU
-    updates them.
+    updates them. It does so for the parts of weights that every use gathers, too. Where a stage leaves weights whole on
+    every rank, they stay on the compute tier.
     """
     compute = request.compute_tier
+    stays = unit.is_root or (request.num_ranks > 1 and not unit.gathers_weights)
     draft = Draft(
         unit=unit,
-        params=compute if unit.is_root else _tier(asked.params, compute),
+        params=compute if stays else _tier(asked.params, Tier.CPU if unit.gathers_weights else compute),
         grads=_tier(asked.grads, Tier.CPU),
         cpu_tiles=(),
         has_free_tiles=asked.optim == AUTO,

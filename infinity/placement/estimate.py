@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from infinity.byte_sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.placement.draft import Draft
 from infinity.placement.plan import DiskLine, MemoryLine, Owner, TrafficLine
-from infinity.placement.request import FP32_BYTES, PlanRequest, Schedule
+from infinity.placement.request import FP32_BYTES, GradientReduction, PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
-from infinity.states import Tier
+from infinity.placement.stages import is_partitioned
+from infinity.states import StateKind, Tier
 
 
 def memory_lines(request: PlanRequest, drafts: Sequence[Draft], *, num_tile_slots: int) -> tuple[MemoryLine, ...]:
     """Return the peak of every owner that holds anything; peaks of owners may coincide, so a tier's peak is their sum."""
     compute = request.compute_tier
-    lines = [*_weight_lines(request, drafts), *_gradient_lines(request, drafts, num_tile_slots)]
+    lines = [*_weight_lines(request, drafts), *_gradient_lines(request, drafts, num_tile_slots), *reduction_lines(request)]
     state_bytes = sum(draft.cpu_state_bytes for draft in drafts)
     lines.append(MemoryLine(Tier.CPU, Owner.OPTIMIZER, state_bytes, "resident tiles of master weights and moments"))
     if any(draft.has_nvme_tiles for draft in drafts):
@@ -39,9 +40,13 @@ def weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, in
 
 
 def host_weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
-    """Return number and bytes of the staging buffers in RAM for weights on their way between NVMe, Adam and a GPU."""
-    sizes = [draft.unit.weight_bytes for draft in drafts if draft.params in (None, Tier.NVME)]
-    if request.compute_tier is Tier.CPU or not sizes:
+    """Return number and bytes of the staging buffers in RAM for weights on NVMe that are used elsewhere.
+
+    That is on a GPU, or in the whole unit that every rank's part is gathered into.
+    """
+    away = [draft.unit for draft in drafts if draft.params in (None, Tier.NVME)]
+    sizes = [unit.weight_bytes for unit in away if request.compute_tier is Tier.GPU or unit.gathers_weights]
+    if not sizes:
         return 0, 0
     return weight_slots(request, drafts)[0], max(sizes)
 
@@ -53,8 +58,7 @@ def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
 
 def device_gradient_bytes(request: PlanRequest) -> int:
     """Return the bytes of the one buffer on a GPU that finished gradients leave it from."""
-    largest = max(unit.num_waiting_elements for unit in request.units)
-    return round_up(largest * request.grad_element_bytes, PAGE_BYTES)
+    return max(request.finished_bytes(unit) for unit in request.units)
 
 
 def tile_gradient_bytes(request: PlanRequest) -> int:
@@ -91,26 +95,70 @@ def disk_lines(drafts: Sequence[Draft]) -> tuple[DiskLine, ...]:
     return tuple(line for line in lines if line.num_bytes)
 
 
-def _weight_lines(request: PlanRequest, drafts: Sequence[Draft]) -> list[MemoryLine]:
-    lines = [
-        MemoryLine(tier, Owner.WEIGHTS, sum(d.unit.weight_bytes for d in drafts if d.params in tiers), counts)
-        for tier, tiers, counts in (
-            (Tier.GPU, (Tier.GPU,), "compute weights that stay on the GPU"),
-            # Also of those on the GPU: they are the half of the master that the CPU's Adam updates.
-            (Tier.CPU, (Tier.GPU, Tier.CPU), "weights that stay in RAM"),
-        )
+def whole_weight_bytes(request: PlanRequest, drafts: Sequence[Draft]) -> int:
+    """Return the bytes of whole weights that stay on the compute tier beside their place in RAM, where Adam updates them.
+
+    They are two where the compute tier is a GPU, or this rank updates a part only; otherwise one buffer is both.
+    """
+    kept = [draft.unit for draft in drafts if draft.stays_on(request.compute_tier)]
+    is_gpu = request.compute_tier is Tier.GPU
+    return sum(unit.gathered_weight_bytes for unit in kept if is_gpu or unit.is_split)
+
+
+def reduction_bytes(request: PlanRequest) -> int:
+    """Return the bytes of the buffers on the compute tier in which one unit's gradient is summed over ranks; 0 for one rank.
+
+    Where every rank updates everything, one rank's rounded part of the sum is sent from a buffer of its own.
+    """
+    if request.num_ranks == 1:
+        return 0
+    largest = max(unit.num_gradient_elements for unit in request.units)
+    sums = round_up(largest * FP32_BYTES, PAGE_BYTES)
+    if is_partitioned(request.stage, StateKind.OPTIM):
+        return sums
+    return sums + round_up(largest // request.num_ranks * request.grad_element_bytes, PAGE_BYTES)
+
+
+def reduction_lines(request: PlanRequest) -> list[MemoryLine]:
+    """Return what sums over ranks take: their buffers on the compute tier, and what collectives take in RAM."""
+    buffers, counts = reduction_bytes(request), "one unit's gradient in fp32 while it is summed over ranks"
+    if request.compute_tier is Tier.CPU:
+        return [MemoryLine(Tier.CPU, Owner.REDUCTION, buffers + request.scratch_bytes, f"{counts}, and what that takes")]
+    return [
+        MemoryLine(Tier.GPU, Owner.REDUCTION, buffers, counts),
+        MemoryLine(Tier.CPU, Owner.REDUCTION, request.scratch_bytes, "what collectives take"),
     ]
-    for tier, (number, slot_bytes) in (
-        (request.compute_tier, weight_slots(request, drafts)),
-        (Tier.CPU, host_weight_slots(request, drafts)),
-    ):
-        counts = f"{number} buffers of {format_bytes(slot_bytes)} for the units in use"
-        lines.append(MemoryLine(tier, Owner.WEIGHT_SLOTS, number * slot_bytes, counts))
+
+
+def _weight_lines(request: PlanRequest, drafts: Sequence[Draft]) -> list[MemoryLine]:
+    whole = whole_weight_bytes(request, drafts)
+    # Also of those on the GPU: they are the half of the master that the CPU's Adam updates.
+    stored = sum(draft.unit.weight_bytes for draft in drafts if draft.params in (Tier.GPU, Tier.CPU))
+    if request.compute_tier is Tier.GPU:
+        lines = [
+            MemoryLine(Tier.GPU, Owner.WEIGHTS, whole, "compute weights that stay on the GPU"),
+            MemoryLine(Tier.CPU, Owner.WEIGHTS, stored, "weights that stay in RAM"),
+        ]
+    else:
+        beside = f", {format_bytes(whole)} of it whole beside the parts that this rank updates" if whole else ""
+        lines = [MemoryLine(Tier.CPU, Owner.WEIGHTS, stored + whole, f"weights that stay in RAM{beside}")]
+    number, slot_bytes = weight_slots(request, drafts)
+    num_host, host_bytes = host_weight_slots(request, drafts)
+    counts = f"{number} buffers of {format_bytes(slot_bytes)} for the units in use"
+    host_counts = f"{num_host} buffers of {format_bytes(host_bytes)} for weights on their way from and to NVMe"
+    if request.compute_tier is Tier.GPU:
+        lines.append(MemoryLine(Tier.GPU, Owner.WEIGHT_SLOTS, number * slot_bytes, counts))
+        lines.append(MemoryLine(Tier.CPU, Owner.WEIGHT_SLOTS, num_host * host_bytes, host_counts))
+    else:
+        both = f"{counts}, and {host_counts}" if num_host else counts
+        lines.append(MemoryLine(Tier.CPU, Owner.WEIGHT_SLOTS, number * slot_bytes + num_host * host_bytes, both))
     return lines
 
 
 def _gradient_lines(request: PlanRequest, drafts: Sequence[Draft], num_tile_slots: int) -> list[MemoryLine]:
     what = "fp32 sums between micro-batches" if request.keeps_sums else "finished gradients"
+    if request.keeps_sums and request.reduction is GradientReduction.MICRO_BATCH:
+        what = "this rank's part of fp32 sums between micro-batches"
     waiting_bytes = sum(d.waiting_bytes for d in drafts if d.grads is Tier.CPU)
     lines = [MemoryLine(Tier.CPU, Owner.GRADIENTS, waiting_bytes, f"{what} that wait for the update")]
     if request.compute_tier is Tier.GPU:

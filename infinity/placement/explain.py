@@ -12,7 +12,8 @@ from infinity.placement.placement import Placement
 from infinity.placement.plan import MemoryLine
 from infinity.placement.request import PlanRequest, Schedule
 from infinity.placement.search import Candidate, candidates, decided, fits_gpu, smallest_gpu_bytes
-from infinity.states import Tier
+from infinity.placement.stages import is_partitioned
+from infinity.states import StateKind, Tier
 
 _MAX_WAYS_OUT = 3
 
@@ -30,7 +31,8 @@ def gpu_does_not_fit(request: PlanRequest) -> DoesNotFit:
     return DoesNotFit(
         f"The GPU needs at least {format_bytes(needed)} and has {format_bytes(request.gpu_memory_bytes or 0)}"
         f"{_largest(lines, Tier.GPU)}.",
-        remedy=f"--gpu-memory {budget_text(needed)} would do; so may smaller micro-batches or a smaller largest unit.",
+        remedy=f"--gpu-memory {budget_text(needed)} would do; so may smaller micro-batches or a smaller largest unit"
+        f"{_stage_words(request)}.",
     )
 
 
@@ -46,7 +48,7 @@ def cpu_does_not_fit(request: PlanRequest) -> DoesNotFit:
         f"RAM: at least {format_bytes(smallest.cpu_bytes * num_ranks)} needed, "
         f"{format_bytes(request.cpu_memory_bytes * num_ranks)} available{_nvme_words(request)}{_ranks_words(request)}"
         f"{_largest(lines, Tier.CPU)}.",
-        remedy=f"{'; '.join(ways)}.",
+        remedy=f"{'; '.join(ways)}{_stage_words(request)}.",
     )
 
 
@@ -91,6 +93,13 @@ def _nvme_words(request: PlanRequest) -> str:
 
 def _ranks_words(request: PlanRequest) -> str:
     return f", for {request.num_local_ranks} ranks together" if request.num_local_ranks > 1 else ""
+
+
+def _stage_words(request: PlanRequest) -> str:
+    """What the units of another stage would take is not known here."""
+    if request.num_ranks == 1 or is_partitioned(request.stage, StateKind.PARAM):
+        return ""
+    return "; so may --stage 3, which leaves each rank its part of the weights"
 
 
 def _largest(lines: tuple[MemoryLine, ...], tier: Tier) -> str:

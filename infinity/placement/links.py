@@ -7,31 +7,15 @@ nothing is, the reduced gradient is. Gradients are reduced in fp32, for they are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from infinity.placement.plan import Plan
-from infinity.placement.request import FP32_BYTES, PlanRequest, Schedule
+from infinity.placement.draft import Draft
+from infinity.placement.plan import Link, LinkLine
+from infinity.placement.request import FP32_BYTES, GradientReduction, PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
 from infinity.placement.stages import is_partitioned
 from infinity.states import StateKind, Tier
-
-
-class Link(str, Enum):
-    """What connects the places where bytes live."""
-
-    RANKS = "between ranks"
-    TO_GPU = "host to GPU"
-    TO_HOST = "GPU to host"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLine:
-    """Bytes of one rank over a link in one step; between ranks as many come in as go out."""
-
-    link: Link
-    what: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +27,27 @@ class CollectiveCounts:
     gradient_gathers: int
 
 
-def collective_counts(stage: int, *, num_micro_batches: int, schedule: Schedule) -> CollectiveCounts:
+def collective_counts(request: PlanRequest) -> CollectiveCounts:
     """Return how often everything is gathered and reduced in one step.
 
-    The sum is the theory's: 2 in stages 0 to 2, 3 in stage 3. In horizontal order what is partitioned moves for every
-    micro-batch.
+    The sum is the theory's: 2 in stages 0 to 2, 3 in stage 3. In horizontal order weights that are partitioned move for
+    every micro-batch, and so do gradients that are reduced in each.
     """
-    num_passes = num_micro_batches if schedule is Schedule.HORIZONTAL else 1
-    splits_weights, splits_gradients, splits_optimizer = (
-        is_partitioned(stage, kind) for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.OPTIM)
-    )
+    num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
+    splits_weights, splits_optimizer = (is_partitioned(request.stage, kind) for kind in (StateKind.PARAM, StateKind.OPTIM))
     return CollectiveCounts(
         weight_gathers=2 * num_passes if splits_weights else int(splits_optimizer),
-        reductions=num_passes if splits_gradients else 1,
+        reductions=num_passes if request.reduction is GradientReduction.MICRO_BATCH else 1,
         gradient_gathers=0 if splits_optimizer else 1,
     )
 
 
-def collective_lines(request: PlanRequest, *, stage: int, num_ranks: int) -> tuple[LinkLine, ...]:
+def collective_lines(request: PlanRequest) -> tuple[LinkLine, ...]:
     """Return the bytes between ranks; none where there is one."""
-    counts = collective_counts(stage, num_micro_batches=request.num_micro_batches, schedule=request.schedule)
-    gathers_every_use = is_partitioned(stage, StateKind.PARAM)
+    num_ranks, counts = request.num_ranks, collective_counts(request)
     num_elements = sum(unit.num_gradient_elements for unit in request.units)
-    weight_bytes = 0
-    for unit in request.units:
-        # Weights of no unit stay whole on every rank: only new ones are gathered.
-        every_use = gathers_every_use and not unit.is_root
-        num_gathers = counts.weight_gathers * unit.visits if every_use else min(counts.weight_gathers, 1)
-        weight_bytes += num_gathers * unit.gathered_weight_bytes
     whole = (
-        ("weights gathered", weight_bytes),
+        ("weights gathered", sum(_gathered_bytes(unit, counts.weight_gathers) for unit in request.units)),
         ("gradients reduced", counts.reductions * num_elements * FP32_BYTES),
         ("gradients gathered", counts.gradient_gathers * num_elements * request.grad_element_bytes),
     )
@@ -80,13 +55,19 @@ def collective_lines(request: PlanRequest, *, stage: int, num_ranks: int) -> tup
     return tuple(line for line in lines if line.num_bytes)
 
 
-def host_lines(request: PlanRequest, plan: Plan) -> tuple[LinkLine, ...]:
+def _gathered_bytes(unit: UnitSize, num_gathers: int) -> int:
+    """Return what gathers of a unit's weights come to: all of them for every use, or those that an update has changed."""
+    if unit.gathers_weights:
+        return num_gathers * unit.visits * unit.gather_bytes
+    return unit.new_weight_bytes if unit.is_split else 0
+
+
+def host_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[LinkLine, ...]:
     """Return the bytes between a rank's host memory and its GPU; none where the CPU computes."""
-    if plan.compute_tier is not Tier.GPU:
+    if request.compute_tier is not Tier.GPU:
         return ()
     num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
-    placed = tuple(zip(request.units, plan.units, strict=True))
-    to_gpu = sum(_uploads(unit, where.params, num_passes) * unit.weight_bytes for unit, where in placed)
+    to_gpu = sum(_uploads(draft, num_passes) * draft.unit.weight_bytes for draft in drafts)
     sums = sum(request.sums_traffic_bytes(unit) for unit in request.units)
     finished = sum(request.finished_bytes(unit) for unit in request.units)
     lines = (
@@ -97,8 +78,8 @@ def host_lines(request: PlanRequest, plan: Plan) -> tuple[LinkLine, ...]:
     return tuple(line for line in lines if line.num_bytes)
 
 
-def _uploads(unit: UnitSize, params: Tier, num_passes: int) -> int:
+def _uploads(draft: Draft, num_passes: int) -> int:
     """Return how often a unit's weights go to the GPU: once when they are new, or for every use."""
-    if params is Tier.GPU:
-        return 1 if unit.num_waiting_elements else 0
-    return 2 * num_passes * unit.visits
+    if draft.params is Tier.GPU:
+        return 1 if draft.unit.num_waiting_elements else 0
+    return 2 * num_passes * draft.unit.visits

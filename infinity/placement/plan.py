@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from infinity.byte_sizes import format_bytes
-from infinity.states import Tier
+from infinity.placement.stages import is_partitioned
+from infinity.states import StateKind, Tier
 
 
 class Owner(str, Enum):
@@ -17,6 +18,7 @@ class Owner(str, Enum):
     GRADIENTS = "gradients"
     GRADIENT_SLOTS = "gradient slots"
     ACCUMULATORS = "gradient accumulators"
+    REDUCTION = "reduction"
     OPTIMIZER = "optimizer state"
     TILE_SLOTS = "tile slots"
     ACTIVATIONS = "activations"
@@ -42,6 +44,23 @@ class TrafficLine:
     read_bytes: int
     write_bytes: int
     formula_read_bytes: int
+
+
+class Link(str, Enum):
+    """What connects the places where bytes live, beside NVMe."""
+
+    RANKS = "between ranks"
+    TO_GPU = "host to GPU"
+    TO_HOST = "GPU to host"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLine:
+    """Bytes of one rank over a link in one step; between ranks as many come in as go out."""
+
+    link: Link
+    what: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +90,7 @@ class UnitPlan:
     params: Tier
     grads: Tier  # where its gradient, or its fp32 sums in horizontal order, waits for the update; never the GPU
     num_sums: int  # fp32 sums that wait there between micro-batches; 0 where none do
+    num_sum_elements: int  # of one of them: the whole unit's, or this rank's part where each micro-batch is reduced
     num_tiles: int
     cpu_tiles: tuple[int, ...]  # tiles of optimizer state that stay in RAM, ascending
     reruns: bool  # forward is rerun in backward
@@ -91,6 +111,9 @@ class Plan:
     units: tuple[UnitPlan, ...]  # in forward order
     compute_tier: Tier
     stage: int
+    num_ranks: int
+    gradient_reduction: str  # "boundary": once a step; "micro_batch": each, into sums of this rank's part
+    reduction_bytes: int  # of the buffers on the compute tier in which gradients are summed over ranks; 0 for one rank
     num_weight_slots: int  # buffers for gathered units on the compute tier; 0 where all weights are resident there
     weight_slot_bytes: int
     num_host_weight_slots: int  # staging in RAM, where there is a GPU and weights are on NVMe
@@ -102,8 +125,10 @@ class Plan:
     tile_gradient_bytes: int  # for each tile in flight, where a gradient is on NVMe
     memory: tuple[MemoryLine, ...]
     traffic: tuple[TrafficLine, ...]
+    links: tuple[LinkLine, ...]
     disk: tuple[DiskLine, ...]
     budgets: tuple[tuple[Tier, int], ...]
+    stage_reason: str = ""  # why this stage, where nobody asked for one
     directories: tuple[DirectoryLine, ...] = ()  # how the bytes on NVMe are shared out; empty until somebody has looked
 
     def memory_bytes(self, tier: Tier) -> int:
@@ -170,7 +195,7 @@ class Plan:
 
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return (label, value) rows to print."""
-        rows = [("units", _tier_counts(self.units))]
+        rows = [("zero stage", _stage_words(self)), ("units", _tier_counts(self.units))]
         num_tiles = sum(unit.num_tiles for unit in self.units)
         num_resident = sum(len(unit.resident_tiles) for unit in self.units)
         rows.append(("optimizer tiles resident", f"{num_resident} of {num_tiles}"))
@@ -193,9 +218,23 @@ class Plan:
         hits = f" ({format_bytes(saved)} of weights found in slots at the turn)" if saved else ""
         rows.append(("nvme read per step", format_bytes(self.nvme_read_bytes) + hits))
         rows.append(("nvme written per step", format_bytes(self.nvme_write_bytes)))
+        rows += [(f"{line.link.value} per step", f"{format_bytes(line.num_bytes)} of {line.what}") for line in self.links]
         if self.nvme_seconds is not None:
             rows.append(("nvme time per step", f"{self.nvme_seconds:.2f} s at the measured rates"))
         return tuple(rows)
+
+
+_KIND_WORDS = {StateKind.OPTIM: "optimizer state", StateKind.GRAD: "gradients", StateKind.PARAM: "weights"}
+_REDUCTION_WORDS = {"boundary": "gradients are reduced once a step", "micro_batch": "each micro-batch is reduced"}
+
+
+def _stage_words(plan: Plan) -> str:
+    if plan.num_ranks == 1:
+        return f"{plan.stage}, which changes nothing on one rank"
+    kinds = [words for kind, words in _KIND_WORDS.items() if is_partitioned(plan.stage, kind)]
+    split = f"{', '.join(kinds)} partitioned" if kinds else "nothing partitioned"
+    why = f". {plan.stage_reason}" if plan.stage_reason else ""
+    return f"{plan.stage} on {plan.num_ranks} ranks: {split}; {_REDUCTION_WORDS[plan.gradient_reduction]}{why}"
 
 
 def _tier_counts(units: tuple[UnitPlan, ...]) -> str:

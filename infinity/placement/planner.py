@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infinity.errors import ConfigError
+from infinity.placement.contradictions import require_consistent
 from infinity.placement.draft import Draft
 from infinity.placement.estimate import (
     disk_lines,
     gradient_slot_bytes,
     host_weight_slots,
     memory_lines,
+    reduction_bytes,
     tile_gradient_bytes,
     tile_slot_bytes,
     traffic_lines,
     weight_slots,
 )
 from infinity.placement.explain import cpu_does_not_fit, gpu_does_not_fit
+from infinity.placement.links import collective_lines, host_lines
 from infinity.placement.plan import Plan, UnitPlan
 from infinity.placement.request import PlanRequest
 from infinity.placement.search import Candidate, candidates, decided, fits_gpu, free_tiles
@@ -27,7 +29,7 @@ def make_plan(request: PlanRequest) -> Plan:
     """Return where every state lives. Raises ConfigError for a placement that contradicts itself or names no unit, and
     DoesNotFit, with what is needed, what there is and what would do, where no plan keeps to the budgets."""
     drafts = decided(request)
-    _check(request, drafts)
+    require_consistent(request, drafts)
     if not fits_gpu(request, drafts):
         raise gpu_does_not_fit(request)
     fitting = list(candidates(request, drafts, request.cpu_memory_bytes))
@@ -35,25 +37,6 @@ def make_plan(request: PlanRequest) -> Plan:
         raise cpu_does_not_fit(request)
     best = min(fitting, key=lambda candidate: (candidate.traffic_bytes, -candidate.num_tile_slots, candidate.cpu_bytes))
     return _plan(request, _assigned(best), best.num_tile_slots)
-
-
-def _check(request: PlanRequest, drafts: tuple[Draft, ...]) -> None:
-    forced = [
-        draft.unit.name
-        for draft in drafts
-        if Tier.NVME in (draft.params, draft.grads) or (draft.has_nvme_tiles and not draft.has_free_tiles)
-    ]
-    if forced and not request.has_nvme:
-        raise ConfigError(
-            f"Unit {forced[0]!r} is to live on NVMe, but no directory is given.",
-            remedy="Give one with --nvme DIR or infinity.nvme.",
-        )
-    if request.num_weight_slots < 1 or not 1 <= request.min_tile_slots <= request.max_tile_slots:
-        raise ConfigError(
-            f"{request.num_weight_slots} weight slots and {request.min_tile_slots} to {request.max_tile_slots} tile slots "
-            "are no numbers of slots.",
-            remedy="Set infinity.weight_slots and infinity.tile_slots to 2 or more.",
-        )
 
 
 def _assigned(best: Candidate) -> tuple[Draft, ...]:
@@ -83,7 +66,10 @@ def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) 
     return Plan(
         units=tuple(_unit_plan(request, draft) for draft in drafts),
         compute_tier=request.compute_tier,
-        stage=request.placement.stage or 0,
+        stage=request.stage,
+        num_ranks=request.num_ranks,
+        gradient_reduction=request.reduction.value,
+        reduction_bytes=reduction_bytes(request),
         num_weight_slots=num_slots,
         weight_slot_bytes=slot_bytes,
         num_host_weight_slots=num_host_slots,
@@ -95,6 +81,7 @@ def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) 
         tile_gradient_bytes=tile_gradient_bytes(request) if gradient_bytes else 0,
         memory=memory_lines(request, drafts, num_tile_slots=num_tile_slots),
         traffic=traffic_lines(request, drafts),
+        links=(*collective_lines(request), *host_lines(request, drafts)),
         disk=disk_lines(drafts),
         budgets=tuple(budgets),
     )
@@ -107,6 +94,7 @@ def _unit_plan(request: PlanRequest, draft: Draft) -> UnitPlan:
         params=params,
         grads=grads,
         num_sums=request.num_sums(draft.unit),
+        num_sum_elements=request.num_sum_elements(draft.unit),
         num_tiles=draft.unit.num_tiles,
         cpu_tiles=draft.cpu_tiles,
         reruns=not draft.unit.is_root and (request.recompute or not draft.stays_on(request.compute_tier)),

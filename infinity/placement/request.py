@@ -8,7 +8,8 @@ from enum import Enum
 from infinity.byte_sizes import PAGE_BYTES, round_up
 from infinity.placement.placement import Placement
 from infinity.placement.sizes import UnitSize
-from infinity.states import Tier
+from infinity.placement.stages import is_partitioned
+from infinity.states import StateKind, Tier
 
 FP32_BYTES = 4
 
@@ -18,6 +19,13 @@ class Schedule(str, Enum):
 
     VERTICAL = "vertical"  # every micro-batch through a unit before the next unit
     HORIZONTAL = "horizontal"  # the whole model for each micro-batch
+
+
+class GradientReduction(str, Enum):
+    """When gradients are summed over ranks."""
+
+    BOUNDARY = "boundary"  # once a step: every rank's sum over its micro-batches
+    MICRO_BATCH = "micro_batch"  # in horizontal order each micro-batch, into sums of this rank's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,9 @@ class PlanRequest:
     has_nvme: bool = True  # whether a directory was given
     nvme_free_bytes: int | None = None  # this rank's part; None: not asked
     num_local_ranks: int = 1  # that share the machine: what an error says of RAM and disk is for all of them
+    num_ranks: int = 1
+    gradient_reduction: GradientReduction | None = None  # None: each micro-batch where gradients are partitioned
+    scratch_bytes: int = 0  # of RAM, that collectives take for as long as the ranks are together
 
     @property
     def compute_tier(self) -> Tier:
@@ -56,18 +67,45 @@ class PlanRequest:
         """Whether fp32 sums of every unit wait between micro-batches."""
         return self.schedule is Schedule.HORIZONTAL and self.num_micro_batches > 1
 
+    @property
+    def stage(self) -> int:
+        return self.placement.stage or 0
+
+    @property
+    def reduction(self) -> GradientReduction:
+        """When gradients are summed over ranks. Where no sums wait between micro-batches, they are reduced once a step."""
+        if not self.keeps_sums or self.num_ranks == 1:
+            return GradientReduction.BOUNDARY
+        if self.gradient_reduction is not None:
+            return self.gradient_reduction
+        splits_gradients = is_partitioned(self.stage, StateKind.GRAD)
+        return GradientReduction.MICRO_BATCH if splits_gradients else GradientReduction.BOUNDARY
+
     def num_sums(self, unit: UnitSize) -> int:
-        """How many fp32 sums of a unit's gradient wait between micro-batches: one for each visit, or none."""
-        return unit.visits if self.keeps_sums and unit.num_waiting_elements else 0
+        """How many fp32 sums of a unit's gradient wait between micro-batches.
+
+        One for each visit, for visits are added when all micro-batches are there; one where each micro-batch is reduced.
+        """
+        if not self.keeps_sums or not unit.num_waiting_elements:
+            return 0
+        return 1 if self.reduction is GradientReduction.MICRO_BATCH else unit.visits
+
+    def num_sum_elements(self, unit: UnitSize) -> int:
+        """Elements of one of these sums: the whole unit's until it is reduced, then those of this rank's part."""
+        is_reduced = self.reduction is GradientReduction.MICRO_BATCH
+        return unit.num_gradient_elements // self.num_ranks if is_reduced else unit.num_gradient_elements
+
+    def sum_bytes(self, unit: UnitSize) -> int:
+        """Bytes of one of these sums."""
+        return round_up(self.num_sum_elements(unit) * FP32_BYTES, PAGE_BYTES)
 
     def finished_bytes(self, unit: UnitSize) -> int:
-        """Bytes of a unit's finished gradient."""
+        """Bytes of a unit's finished gradient on this rank."""
         return round_up(unit.num_waiting_elements * self.grad_element_bytes, PAGE_BYTES)
 
     def waiting_bytes(self, unit: UnitSize) -> int:
         """Bytes in which a unit's gradient waits: its sums, in whose place it is finished, or itself alone."""
-        sums = self.num_sums(unit) * round_up(unit.num_waiting_elements * FP32_BYTES, PAGE_BYTES)
-        return max(sums, self.finished_bytes(unit))
+        return max(self.num_sums(unit) * self.sum_bytes(unit), self.finished_bytes(unit))
 
     def sums_traffic_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's sums that are written in one step, and as many read, where they wait on NVMe.
@@ -79,4 +117,4 @@ class PlanRequest:
         if not num_sums:
             return 0
         num_crossings = num_sums * self.num_micro_batches - (0 if unit.is_root else 1)
-        return num_crossings * round_up(unit.num_waiting_elements * FP32_BYTES, PAGE_BYTES)
+        return num_crossings * self.sum_bytes(unit)

@@ -123,7 +123,11 @@ def _on_gpu(request: PlanRequest, drafts: tuple[Draft, ...], in_ram: tuple[Draft
     budget_bytes = request.gpu_memory_bytes
     if budget_bytes is None:
         return in_ram
-    free = [n for n, draft in enumerate(drafts) if draft.params is None and in_ram[n].params is Tier.CPU]
+    free = [
+        n
+        for n, draft in enumerate(drafts)
+        if draft.params is None and in_ram[n].params is Tier.CPU and not draft.unit.gathers_weights
+    ]
 
     def state(num_units: int) -> tuple[Draft, ...]:
         chosen = frozenset(free[:num_units])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from infinity.byte_sizes import format_bytes
+from infinity.errors import ConfigError, DoesNotFit
 from infinity.placement.plan import Plan
+from infinity.placement.stages import PARTITIONED
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +19,8 @@ class StageChoice:
     reason: str
 
 
-def choose_stage(plans: Mapping[int, Plan]) -> StageChoice | None:
-    """Choose among the plans of the stages that fit; None where there is none.
+def choose_stage(plans: Mapping[int, Plan], refused: Collection[int] = ()) -> StageChoice | None:
+    """Choose among the plans of the stages that fit; None where there is none. `refused` are the stages that have no plan.
 
     Fewest NVMe bytes a step first, then fewest units whose weights leave the compute tier, then the lowest stage, which has
     the least to do with other ranks.
@@ -34,7 +36,27 @@ def choose_stage(plans: Mapping[int, Plan]) -> StageChoice | None:
         )
     if len(plans) == 1:
         return StageChoice(best, f"It is the one that fits: {_words(plans[best])}.")
-    return StageChoice(best, f"No higher stage offloads less: {_words(plans[best])}.")
+    unfit = ", ".join(str(number) for number in sorted(refused) if number < best)
+    first = f"It is the lowest that fits (not {unfit}), and no" if unfit else "No"
+    return StageChoice(best, f"{first} higher stage offloads less: {_words(plans[best])}.")
+
+
+def plan_best_stage(plan_at: Callable[[int], Plan]) -> Plan:
+    """Return the plan of the stage that `choose_stage` takes, which says why; `plan_at` makes the plan of a stage or raises.
+
+    Raises what the last stage did, which takes the least memory, where none has a plan: ConfigError or DoesNotFit.
+    """
+    plans: dict[int, Plan] = {}
+    refused: dict[int, ConfigError | DoesNotFit] = {}
+    for stage in PARTITIONED:
+        try:
+            plans[stage] = plan_at(stage)
+        except (ConfigError, DoesNotFit) as error:
+            refused[stage] = error
+    choice = choose_stage(plans, refused)
+    if choice is None:
+        raise refused[max(refused)]
+    return replace(plans[choice.stage], stage_reason=choice.reason)
 
 
 def _offloads(plan: Plan) -> tuple[int, int]:

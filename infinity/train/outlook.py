@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
+from infinity.comm.buckets import scratch_bytes
 from infinity.config.own import InfinitySection
-from infinity.errors import ConfigError, DoesNotFit
+from infinity.errors import ConfigError, DoesNotFit, InfinityError
 from infinity.models.presets import block_kept_bytes
 from infinity.models.shapes import ModelShape, UnitShape
 from infinity.placement import (
+    LinkLine,
     Placement,
     Plan,
     PlanRequest,
@@ -22,7 +24,8 @@ from infinity.placement import (
     state_bytes,
     textbook_bytes,
 )
-from infinity.placement.links import LinkLine, collective_lines, host_lines
+from infinity.placement.contradictions import weights_off_the_compute_tier
+from infinity.placement.links import collective_lines
 from infinity.placement.stages import PARTITIONED
 from infinity.states import StateKind
 from infinity.store.layout import ELEMENT_BYTES, STATE_PLANES, ParameterSpec
@@ -103,7 +106,7 @@ def look_ahead(question: Question) -> Outlook:
     """
     stages = tuple(_look_at(question, stage) for stage in question.stages)
     plans = {one.stage: one.plan for one in stages if one.plan is not None}
-    return Outlook(question, stages, choose_stage(plans))
+    return Outlook(question, stages, choose_stage(plans, set(question.stages) - set(plans)))
 
 
 def element_bytes(precision: str) -> dict[StateKind, int]:
@@ -124,16 +127,15 @@ def _look_at(question: Question, stage: int) -> StageOutlook:
         plan=plan,
         why_no_plan=refused.message,
         remedy=refused.remedy,
-        links=(
-            *collective_lines(request, stage=stage, num_ranks=num_ranks),
-            *(() if plan is None else host_lines(request, plan)),
-        ),
+        links=collective_lines(request) if plan is None else plan.links,
     )
 
 
-def _plan(question: Question, request: PlanRequest) -> tuple[Plan | None, DoesNotFit]:
+def _plan(question: Question, request: PlanRequest) -> tuple[Plan | None, InfinityError]:
     """Return the plan, or why there is none."""
     nothing = DoesNotFit("")
+    if (misplaced := weights_off_the_compute_tier(request)) is not None:
+        return None, misplaced
     if question.has_gpu and question.gpu_memory_bytes is None:
         return None, DoesNotFit("The memory of a GPU is not given.", remedy="Give --gpu-memory SIZE for a plan.")
     try:
@@ -164,6 +166,8 @@ def _request(question: Question, stage: int) -> PlanRequest:
         has_nvme=question.nvme_bytes is not None,
         nvme_free_bytes=None if question.nvme_bytes is None else question.nvme_bytes // question.num_ranks,
         num_local_ranks=question.num_ranks,
+        num_ranks=question.num_ranks,
+        scratch_bytes=0 if question.has_gpu else scratch_bytes(question.num_ranks),
     )
 
 

@@ -68,26 +68,26 @@ def test_the_table_fits_into_80_columns() -> None:
         "--num-gpus",
         "8",
         "--gpu-memory",
-        "80GiB",
+        "200GiB",
         "--cpu-memory",
-        "1TiB",
+        "2TiB",
         "--nvme-space",
         "8TB",
     ]
     answer = CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "80"})
     rows = [row(answer.stdout, stage) for stage in range(4)]
     assert rows[0][1] == "1121"
-    assert [len(cells) for cells in rows] == [9, 9, 9, 10]
+    assert sorted(len(cells) for cells in rows) == [9, 9, 9, 10]
     width = max(len(line) for line in answer.stdout.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"], ["3"]))
     assert width <= 80
 
 
 def test_memory_and_disk_are_shared_by_the_ranks() -> None:
     """Budgets are the machine's: each of four ranks plans with a quarter, and keeps to it."""
-    found = asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", "12GB", "--nvme-space", "40GB")
+    found = asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", "14GB", "--nvme-space", "40GB")
     for one in found["stages"]:
-        assert one["plan"]["budgets"] == [["cpu", 3_000_000_000]]
-        assert one["plan"]["memory_bytes"]["cpu"] <= 3_000_000_000
+        assert one["plan"]["budgets"] == [["cpu", 3_500_000_000]]
+        assert one["plan"]["memory_bytes"]["cpu"] <= 3_500_000_000
         assert one["plan"]["disk_bytes"] <= 10_000_000_000
 
 
@@ -95,13 +95,13 @@ def test_a_stage_that_does_not_fit_says_what_would() -> None:
     """A stage without a plan has the reason and the remedy, the others stay; where nothing fits there is no choice."""
     found = asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", "18GB")
     fits = [one["fits"] for one in found["stages"]]
-    assert fits == [False, False, True, True]
-    refused = found["stages"][1]
+    assert fits == [False, True, True, True]
+    refused = found["stages"][0]
     assert "16.76 GiB available, no NVMe directory given, for 4 ranks together" in refused["why_no_plan"]
     needed = re.search(r"--cpu-memory (\d+MiB) would do", refused["remedy"])
     assert needed is not None
-    assert asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", needed[1], "--stage", "1")["stages"][0]["fits"]
-    assert found["chosen_stage"] == 2
+    assert asked("--model", "gpt-400m", "--num-ranks", "4", "--cpu-memory", needed[1], "--stage", "0")["stages"][0]["fits"]
+    assert found["chosen_stage"] == 1
     nothing = asked("--model", "gpt-400m", "--cpu-memory", "100MB")
     assert nothing["chosen_stage"] is None
     assert [one["fits"] for one in nothing["stages"]] == [False] * 4
@@ -125,13 +125,20 @@ def test_a_machine_with_gpus(precision: str, optimizer: int) -> None:
         ("between ranks", "weights gathered"), ("between ranks", "gradients reduced"),
         ("host to GPU", "weights"), ("GPU to host", "gradients"),
     }  # fmt: skip
-    away = asked(
-        "--model", "gpt-1b", "--num-gpus", "2", "--gpu-memory", "80GB", "--stage", "1", "--offload-params", "nvme",
-        "--offload-optimizer", "nvme", *ROOMY,
-    )  # fmt: skip
-    assert [one["stage"] for one in away["stages"]] == [1]
+    offloaded = ("--offload-params", "nvme", "--offload-optimizer", "nvme")
+    away = asked("--model", "gpt-1b", "--num-gpus", "2", "--gpu-memory", "80GB", "--stage", "3", *offloaded, *ROOMY)
+    assert [one["stage"] for one in away["stages"]] == [3]
     assert away["stages"][0]["plan"]["disk_bytes"] > 0
-    assert found["stages"][1]["plan"]["disk_bytes"] == 0
+    assert found["stages"][3]["plan"]["disk_bytes"] == 0
+
+
+def test_weights_are_offloaded_over_ranks_in_stage_3_alone() -> None:
+    """The lower stages say why they have no plan, and stage 3 is chosen."""
+    found = asked("--model", "gpt-25m", "--num-ranks", "2", "--offload-params", "nvme", *ROOMY)
+    assert [one["fits"] for one in found["stages"]] == [False, False, False, True]
+    assert "in stage 1 each of 2 ranks computes with all of them" in found["stages"][1]["why_no_plan"]
+    assert "--stage 3" in found["stages"][1]["remedy"]
+    assert found["chosen_stage"] == 3
 
 
 def test_a_model_of_transformers_is_read_from_its_directory(tmp_path: Path) -> None:

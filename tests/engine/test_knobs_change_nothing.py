@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from kit import BULK, DROPOUT_GPT, TINY_GPT, Kit, Run, require_same, settings, train
 
-import infinity.engine.build as build
 from infinity.aio.select import probe
 from infinity.config import Config
 from infinity.engine.cut import cut
-from infinity.engine.planned import ActivationSizes
+from infinity.engine.planned import ActivationSizes, plan_for
+from infinity.engine.ranks import ONE_RANK
 from infinity.errors import DoesNotFit
 from infinity.memory.device import host_device
 from infinity.optim.kernel import kernel_names
@@ -95,11 +95,9 @@ def test_adam_threads_change_nothing(num_threads: int, nvme: Path) -> None:
 
 def plan_within(kit: Kit, config: Mapping[str, Any], cpu_memory: int) -> Plan | None:
     resolved = Config.from_any({**config, "infinity": {**config["infinity"], "cpu_memory": cpu_memory}})
-    pieces = cut(kit.build(), resolved, lambda _: 0)
+    pieces = cut(kit.build(), resolved, lambda _: 0, stage=0, ranks=ONE_RANK)
     try:
-        return build.plan_for(
-            pieces, resolved, Placement.from_config(resolved), host_device(), ActivationSizes(ACTIVATION_BYTES)
-        )
+        return plan_for(pieces, resolved, Placement.from_config(resolved), host_device(), ActivationSizes(ACTIVATION_BYTES))
     except DoesNotFit:
         return None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from infinity.byte_sizes import GIB, MIB, PAGE_BYTES, round_up
@@ -36,6 +39,31 @@ def unit_size(
         kept_bytes=kept_bytes,
         is_root=is_root,
     )
+
+
+def split_units(units: Sequence[UnitSize], stage: int, num_ranks: int) -> tuple[UnitSize, ...]:
+    """Whole bf16 units as one of several ranks has them at a stage, by the definition of the stages."""
+
+    def split(unit: UnitSize) -> UnitSize:
+        part = round_up(-(-unit.num_gradient_elements // num_ranks), 64)
+        owned = part if stage > 0 else part * num_ranks
+        tile_elements = TILE_ELEMENTS if unit.num_tiles < 2 else unit.tile_bytes[0] // STATE_ELEMENT_BYTES
+        lengths = [min(tile_elements, owned - start) for start in range(0, owned, tile_elements)]
+        return replace(
+            unit,
+            weight_bytes=round_up(2 * owned, PAGE_BYTES),
+            gathered_weight_bytes=round_up(2 * part * num_ranks, PAGE_BYTES),
+            num_state_elements=owned,
+            num_waiting_elements=owned,
+            num_gradient_elements=part * num_ranks,
+            tile_bytes=tuple(round_up(length * STATE_ELEMENT_BYTES, PAGE_BYTES) for length in lengths),
+            is_split=stage > 0,
+            gathers_weights=stage == 3 and not unit.is_root,
+            gather_bytes=2 * part * num_ranks,
+            new_weight_bytes=2 * part * num_ranks,
+        )
+
+    return tuple(split(unit) for unit in units) if num_ranks > 1 else tuple(units)
 
 
 def decoder_400m() -> tuple[UnitSize, ...]:

@@ -5,29 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner_cases import decoder_400m, request_400m
+from planner_cases import decoder_400m, request_400m, split_units
 
 from infinity.byte_sizes import GIB, MIB
-from infinity.placement import Owner, Placement, PlanRequest, Schedule, UnitSize, choose_stage, make_plan
-from infinity.placement.links import Link, collective_counts, collective_lines, host_lines
+from infinity.placement import Link, Owner, Placement, PlanRequest, Schedule, UnitSize, choose_stage, make_plan
+from infinity.placement.links import collective_counts, collective_lines
 from infinity.placement.stages import PARTITIONED
 from infinity.states import Tier
 
 RANKS = 4
 
 
-def gathered() -> tuple[UnitSize, ...]:
-    """The decoder as one of four ranks has its weights in stage 3; everything else is left whole."""
-    return tuple(
-        unit
-        if unit.is_root
-        else replace(
-            unit,
-            is_split=not unit.is_root,
-            gathers_weights=not unit.is_root,
-            weight_bytes=unit.gathered_weight_bytes // RANKS // 4096 * 4096,
-        )
-        for unit in decoder_400m()
+def over_ranks(stage: int, **changes: object) -> PlanRequest:
+    """The decoder on the first of four ranks."""
+    return request_400m(
+        64 * GIB, Placement(stage=stage), units=split_units(decoder_400m(), stage, RANKS), num_ranks=RANKS, **changes
     )
 
 
@@ -36,7 +28,7 @@ def test_collectives_move_what_theory_says(num_micro_batches: int) -> None:
     """2P a step in stages 0 to 2; stage 3: 3P for any A in vertical order, 3P a micro-batch in horizontal order."""
 
     def times(stage: int, schedule: Schedule) -> int:
-        counts = collective_counts(stage, num_micro_batches=num_micro_batches, schedule=schedule)
+        counts = collective_counts(over_ranks(stage, num_micro_batches=num_micro_batches, schedule=schedule))
         return counts.weight_gathers + counts.reductions + counts.gradient_gathers
 
     assert [times(stage, Schedule.VERTICAL) for stage in PARTITIONED] == [2, 2, 2, 3]
@@ -46,15 +38,20 @@ def test_collectives_move_what_theory_says(num_micro_batches: int) -> None:
 
 def test_bytes_between_ranks() -> None:
     """Elements x bytes x (N - 1) / N: bf16 weights (the root's once), fp32 sums; nothing for one rank."""
-    units = decoder_400m()
-    request = request_400m(units=units)
-    weights, elements = sum(u.gathered_weight_bytes for u in units), sum(u.num_gradient_elements for u in units)
-    root = units[-1].gathered_weight_bytes
-    stage_3 = {line.what: line.num_bytes for line in collective_lines(request, stage=3, num_ranks=RANKS)}
-    assert stage_3 == {"weights gathered": (2 * weights - root) * 3 // 4, "gradients reduced": 4 * elements * 3 // 4}
-    stage_0 = {line.what: line.num_bytes for line in collective_lines(request, stage=0, num_ranks=RANKS)}
-    assert stage_0 == {"gradients reduced": 4 * elements * 3 // 4, "gradients gathered": 2 * elements * 3 // 4}
-    assert collective_lines(request, stage=3, num_ranks=1) == ()
+    units = over_ranks(3).units
+    weights, elements = sum(u.gather_bytes for u in units), sum(u.num_gradient_elements for u in units)
+    root, reduced = units[-1].gather_bytes, 4 * elements * 3 // 4
+    expected = [
+        {"gradients reduced": reduced, "gradients gathered": 2 * elements * 3 // 4},
+        {"gradients reduced": reduced, "weights gathered": weights * 3 // 4},
+        {"gradients reduced": reduced, "weights gathered": weights * 3 // 4},
+        {"gradients reduced": reduced, "weights gathered": (2 * weights - root) * 3 // 4},
+    ]
+    for stage in PARTITIONED:
+        request = over_ranks(stage)
+        assert {line.what: line.num_bytes for line in collective_lines(request)} == expected[stage]
+        assert collective_lines(request) == make_plan(request).links
+    assert collective_lines(request_400m()) == ()
 
 
 def test_bytes_between_host_and_gpu() -> None:
@@ -63,30 +60,23 @@ def test_bytes_between_host_and_gpu() -> None:
     weights = sum(unit.weight_bytes for unit in units)
     for words, num_uploads in (("gpu", 1), ("cpu", 2)):
         request = request_400m(64 * GIB, Placement().override("*", params=words), gpu_memory_bytes=64 * GIB)
-        lines = host_lines(request, make_plan(request))
-        assert {(line.link, line.what): line.num_bytes for line in lines} == {
+        assert {(line.link, line.what): line.num_bytes for line in make_plan(request).links} == {
             (Link.TO_GPU, "weights"): num_uploads * weights - (num_uploads - 1) * units[-1].weight_bytes,
             (Link.TO_HOST, "gradients"): sum(request.finished_bytes(unit) for unit in units),
         }
-    assert host_lines(request_400m(64 * GIB), make_plan(request_400m(64 * GIB))) == ()
+    assert make_plan(request_400m(64 * GIB)).links == ()
 
 
 def test_partitioned_weights_need_slots_and_are_rerun_wherever_they_are() -> None:
     """A rank that keeps its part on the compute tier gathers the rest into slots at every use; nothing is kept."""
-    units = tuple(replace(unit, kept_bytes=0 if unit.is_root else GIB) for unit in gathered())
-    plan = make_plan(request_400m(64 * GIB, units=units))
+    request = over_ranks(3)
+    units = tuple(replace(unit, kept_bytes=0 if unit.is_root else GIB) for unit in request.units)
+    plan = make_plan(replace(request, units=units))
     assert {unit.params for unit in plan.units} == {Tier.CPU}
     assert (plan.num_weight_slots, plan.weight_slot_bytes) == (2, max(unit.gathered_weight_bytes for unit in units))
     assert [unit.name for unit in plan.units if not unit.reruns] == ["root"]
     assert plan.owner_bytes(Owner.ACTIVATIONS) == 64 * MIB
-    assert plan.owner_bytes(Owner.WEIGHTS) == sum(unit.weight_bytes for unit in units)
-
-
-def test_the_gradient_that_waits_is_counted_apart_from_the_state() -> None:
-    """In stage 1 a rank has a part of the optimizer state and the whole gradient."""
-    units = tuple(replace(unit, num_state_elements=unit.num_state_elements // RANKS) for unit in decoder_400m())
-    plan = make_plan(request_400m(64 * GIB, units=units))
-    assert plan.owner_bytes(Owner.GRADIENTS) == make_plan(request_400m(64 * GIB)).owner_bytes(Owner.GRADIENTS)
+    assert plan.owner_bytes(Owner.WEIGHTS) == sum(unit.weight_bytes for unit in units) + units[-1].gathered_weight_bytes
 
 
 def request(cpu_memory_bytes: int, units: tuple[UnitSize, ...] | None = None) -> PlanRequest:
