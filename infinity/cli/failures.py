@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from infinity.cli.console import open_console
 from infinity.errors import InfinityError, StorageError
+from infinity.launch.error_file import record_error
 
 _INTERRUPTED = 130  # 128 + SIGINT
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as of programs that the signal ends
@@ -29,7 +30,8 @@ def failures_explained() -> Iterator[None]:
         yield
         _flush()
     except InfinityError as error:
-        _say(f"[bold red]error:[/] {escape(error.message)}", escape(error.remedy))
+        _record(error.message, error.remedy)
+        say_error(error.message, error.remedy)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as interrupt:
         _say("Stopped.")
@@ -40,13 +42,23 @@ def failures_explained() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - the last place that can say something about it
         if isinstance(error, OSError) and _refuses_output():
             _discard(sys.stdout.fileno())
-            _say(f"[bold red]error:[/] Standard output cannot be written: {error.strerror}.", "Free space, or redirect it.")
+            say_error(f"Standard output cannot be written: {error.strerror}.", "Free space, or redirect it.")
             raise SystemExit(StorageError.exit_code) from None
-        _say(
-            f"[bold red]error:[/] {escape(f'{type(error).__name__}: {error}')}",
-            f"This is a bug or something that infinity does not know. The traceback is in {_keep_traceback()}.",
-        )
+        message = f"{type(error).__name__}: {error}"
+        remedy = f"This is a bug or something that infinity does not know. The traceback is in {_keep_traceback()}."
+        _record(message, remedy)
+        say_error(message, remedy)
         raise SystemExit(_UNEXPECTED) from None
+
+
+def say_error(message: str, remedy: str) -> None:
+    """Show an error and what to do about it on standard error."""
+    _say(f"[bold red]error:[/] {escape(message)}", escape(remedy))
+
+
+def _record(message: str, remedy: str) -> None:
+    """Leave the error to the launcher of this rank, where there is one."""
+    record_error(message, remedy, callstack=traceback.format_exc())
 
 
 def _say(*lines: str) -> None:

@@ -141,12 +141,25 @@ def cgroup_directories(mount: CgroupMount, path: str) -> tuple[PurePosixPath, ..
 
 def cgroup_room(limit_text: str, usage_text: str, stat_text: str, version: int) -> int | None:
     """Return what a group's limit leaves, from the texts of its limit, its usage and its memory.stat; None: no limit."""
-    limit = limit_text.strip()
-    if not limit.isdigit() or int(limit) >= _UNLIMITED_BYTES:
+    limit_bytes = _parse_limit(limit_text)
+    if limit_bytes is None:
         return None
     statistics = parse_key_values(stat_text)
     cache_bytes = sum(statistics.get(key, 0) for key in _FILES[version].cache_keys)
-    return max(0, int(limit) - max(0, int(usage_text) - cache_bytes))
+    return max(0, limit_bytes - max(0, int(usage_text) - cache_bytes))
+
+
+def read_cgroup_limit(directory: Path, version: int) -> int | None:
+    """Return the limit of the group at `directory` in bytes; None where it has none."""
+    try:
+        return _parse_limit((directory / _FILES[version].limit).read_text())
+    except OSError:  # the top of a hierarchy has no limit file
+        return None
+
+
+def _parse_limit(text: str) -> int | None:
+    limit = text.strip()
+    return int(limit) if limit.isdigit() and int(limit) < _UNLIMITED_BYTES else None
 
 
 def _cgroup_limits(proc: Path) -> Iterator[HostLimit]:
