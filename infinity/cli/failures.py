@@ -30,7 +30,7 @@ def failures_explained() -> Iterator[None]:
         yield
         _flush()
     except InfinityError as error:
-        _record(error.message, error.remedy)
+        record_error(error.message, error.remedy)
         say_error(error.message, error.remedy)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as interrupt:
@@ -46,7 +46,7 @@ def failures_explained() -> Iterator[None]:
             raise SystemExit(StorageError.exit_code) from None
         message = f"{type(error).__name__}: {error}"
         remedy = f"This is a bug or something that infinity does not know. The traceback is in {_keep_traceback()}."
-        _record(message, remedy)
+        record_error(message, remedy, callstack=traceback.format_exc())
         say_error(message, remedy)
         raise SystemExit(_UNEXPECTED) from None
 
@@ -54,11 +54,6 @@ def failures_explained() -> Iterator[None]:
 def say_error(message: str, remedy: str) -> None:
     """Show an error and what to do about it on standard error."""
     _say(f"[bold red]error:[/] {escape(message)}", escape(remedy))
-
-
-def _record(message: str, remedy: str) -> None:
-    """Leave the error to the launcher of this rank, where there is one."""
-    record_error(message, remedy, callstack=traceback.format_exc())
 
 
 def _say(*lines: str) -> None:

@@ -90,6 +90,8 @@ EvalBatches = Annotated[int, _whole(_JOB, "--eval-batches", "Micro-batches of an
 ConfigFile = Annotated[Path | None, _place(_JOB, "--config", "Configuration with DeepSpeed's keys.", "FILE.json")]
 Set = Annotated[list[str] | None, _option(_JOB, "--set", "One key; repeatable; wins over the file.", "KEY=VALUE")]
 PrintConfig = Annotated[bool, _option(_JOB, "--print-config", "Show every key, its value and where it is from; end.")]
+NumGpus = Annotated[int | None, _whole(_JOB, "--num-gpus", "Train on N GPUs of this machine, a rank on each.", "N", "1")]
+NumRanks = Annotated[int | None, _whole(_JOB, "--num-ranks", "Instead, without GPUs: on N ranks.", "N", "1")]
 Seed = Annotated[int | None, _whole(_JOB, "--seed", "Of initial weights and data.", "N", "0")]
 
 Steps = Annotated[int, _whole(_STEP, "--steps", "Optimizer steps of the whole run.", "N", "300")]

@@ -30,6 +30,8 @@ def train(
     eval_batches: o.EvalBatches = 8,
     config: o.ConfigFile = None,
     set_: o.Set = None,
+    num_gpus: o.NumGpus = None,
+    num_ranks: o.NumRanks = None,
     seed: o.Seed = None,
     steps: o.Steps = 300,
     micro_batch_size: o.MicroBatchSize = None,
@@ -63,6 +65,8 @@ def train(
     with failures_explained(), stop_request() as stopping:
         from infinity.cli.config_listing import show_config
         from infinity.cli.display import open_display
+        from infinity.cli.ranks import train_on_ranks
+        from infinity.launch.environment import ranks_wanted
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
         from infinity.train.preflight import check_run
 
@@ -77,6 +81,9 @@ def train(
             eval_every=eval_every, eval_batches=eval_batches, output=output, checkpoint_every=checkpoint_every, keep=keep,
             resume=resume, save_weights=save_weights, trace=trace,
         )  # fmt: skip
+        num_started = ranks_wanted(num_ranks, num_gpus, os.environ)
+        if num_started > 1:
+            raise SystemExit(train_on_ranks(options, num_started, need_gpus=num_gpus is not None))
         with open_display() as display:
             checked = check_run(options, display)
             # OpenMP reads this when torch is loaded. Threads that spin while they wait take the cores from the threads that

@@ -6,18 +6,18 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.byte_sizes import format_bytes
+from infinity.byte_sizes import MIB, format_bytes
 from infinity.errors import CommError
 from infinity.launch.error_file import RecordedError
 from infinity.memory.oom import OomSign, OomVerdict
 from infinity.memory.processes import ProcessMemory
 
+# What Python and torch hold in each rank, beside what --cpu-memory counts; and the share of the rest that a budget may take.
+_BASE_BYTES = 300 * MIB
+_SHARE = 0.9
+
 # A rank that a signal stopped in its own time ends with 128 + the signal's number, as shells report it.
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
-_LESS_MEMORY = (
-    "What needs less: a smaller --cpu-memory, which is the machine's and shared by its ranks; a smaller --micro-batch-size "
-    "or --seq-len; fewer ranks."
-)
 _ON_NATIVE_CRASH = "Native code crashed: run `infinity doctor`, and please report it with what the rank said above."
 
 
@@ -51,6 +51,7 @@ class Outcome:
     exit_code: int
     message: str = ""
     remedy: str = ""
+    lacks_memory: bool = False  # whether a rank was killed that may have taken too much host memory
 
 
 def outcome_of(ends: Sequence[End], asked: signal.Signals | None) -> Outcome:
@@ -61,20 +62,24 @@ def outcome_of(ends: Sequence[End], asked: signal.Signals | None) -> Outcome:
     """
     failed = [end for end in ends if end.has_failed and not end.by_launcher]
     own = [end for end in failed if end.exit_code not in (CommError.exit_code, -(asked or 0))]
-    if (
-        asked is not None and not own
-    ):  # a rank that has just begun dies of the signal; ranks that stop look lost to each other
+    # A rank that has just begun dies of the signal itself, and ranks that stop look lost to each other.
+    if asked is not None and not own:
         return Outcome(128 + asked)
     if not failed:
         return Outcome(next((end.exit_code for end in ends if end.was_stopped), 0))
     cause = min(own or failed, key=lambda end: end.at_seconds)
-    message, remedy = _death(cause) if cause.exit_code < 0 else _failure(cause)
+    message, remedy = _death(cause, ends) if cause.exit_code < 0 else _failure(cause)
     words = [message, _memory_words(ends), _late_words(ends)]
     return Outcome(
         exit_code=cause.exit_code if cause.exit_code > 0 else CommError.exit_code,
         message=" ".join(filter(None, words)),
         remedy=remedy,
+        lacks_memory=_lacks_memory(cause),
     )
+
+
+def _lacks_memory(end: End) -> bool:
+    return end.exit_code == -signal.SIGKILL and end.oom.sign is not OomSign.NOT_KILLED
 
 
 def _failure(end: End) -> tuple[str, str]:
@@ -83,30 +88,45 @@ def _failure(end: End) -> tuple[str, str]:
     return f"Rank {end.rank} failed: {end.error.message}", end.error.remedy
 
 
-def _death(end: End) -> tuple[str, str]:
+def _death(end: End, ends: Sequence[End]) -> tuple[str, str]:
     number = -end.exit_code
     try:
         name = signal.Signals(number).name
     except ValueError:  # one of the real-time signals
         name = f"signal {number}"
-    if number != signal.SIGKILL:
-        is_crash = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-        return f"Rank {end.rank} was killed by {name}.", _ON_NATIVE_CRASH if is_crash else "Look for who sent the signal."
-    why, remedy = {
-        OomSign.KILLED: (_out_of_memory(end.oom), _LESS_MEMORY),
-        OomSign.NOT_KILLED: (
-            "the kernel has killed nothing for lack of memory here meanwhile, so somebody sent the signal",
+    killed = f"Rank {end.rank} was killed by {name}"
+    if _lacks_memory(end):
+        return f"{killed}, probably for lack of host memory: {_oom_words(end.oom)}.", _less_memory(end, ends)
+    if number == signal.SIGKILL:
+        return (
+            f"{killed}: the kernel has killed nothing for lack of memory here meanwhile, so somebody sent the signal.",
             "Look for who did: a batch system's limit of time or memory, systemd-oomd, another user.",
-        ),
-        OomSign.UNKNOWN: ("probably for lack of host memory; the kernel's log (dmesg) says whether", _LESS_MEMORY),
-    }[end.oom.sign]
-    return f"Rank {end.rank} was killed by {name}, {why}.", remedy
+        )
+    is_crash = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+    return f"{killed}.", _ON_NATIVE_CRASH if is_crash else "Look for who sent the signal."
 
 
-def _out_of_memory(verdict: OomVerdict) -> str:
-    limit = "" if verdict.limit_bytes is None else f" of {format_bytes(verdict.limit_bytes)}"
-    where = f"its control group's limit{limit}" if limit else "the machine's memory"
-    return f"probably for lack of host memory: the kernel has killed because {where} was reached"
+def _oom_words(verdict: OomVerdict) -> str:
+    if verdict.sign is OomSign.UNKNOWN:
+        return "the kernel's log (dmesg) says whether"
+    if verdict.limit_bytes is None:
+        return "the kernel has killed because the machine's memory was used up"
+    return f"the kernel has killed because the limit of its control group, {format_bytes(verdict.limit_bytes)}, was reached"
+
+
+def _less_memory(end: End, ends: Sequence[End]) -> str:
+    """Say the --cpu-memory with which the ranks would have stayed below what they had when one was killed."""
+    others = "A smaller --micro-batch-size or --seq-len and fewer ranks need less, too."
+    held = [one.memory.resident_bytes for one in ends if one.memory is not None]
+    if end.memory is None or len(held) < len(ends):
+        return f"Give a smaller --cpu-memory: it is the machine's, and its ranks share it. {others}"
+    limit_bytes = sum(held) if end.oom.limit_bytes is None else end.oom.limit_bytes
+    is_shared = sum(held) <= limit_bytes + _BASE_BYTES * len(ends)  # by all ranks; each counts torch's code as its own
+    share_bytes = (limit_bytes // len(ends) if is_shared else limit_bytes) - _BASE_BYTES
+    if share_bytes < MIB:
+        return f"That is too little for {len(ends)} ranks: raise the limit. {others}"
+    budget_mib = int(share_bytes * _SHARE) * len(ends) // MIB
+    return f"--cpu-memory {budget_mib}MiB would stay below that: it is the machine's, and its ranks share it. {others}"
 
 
 def _memory_words(ends: Sequence[End]) -> str:

@@ -24,15 +24,18 @@ class RecordedError:
     remedy: str
 
 
-def record_error(message: str, remedy: str, *, callstack: str, environment: Mapping[str, str] | None = None) -> None:
+def record_error(message: str, remedy: str, *, callstack: str = "", environment: Mapping[str, str] | None = None) -> None:
     """Write why this process fails into the file that its environment names; without one nothing happens.
 
-    A file that cannot be written is left alone: the error itself is shown all the same.
+    torchrun shows `callstack` where there is one, the message otherwise. A file that cannot be written is left alone: the
+    error itself is shown all the same.
     """
     name = (os.environ if environment is None else environment).get(ERROR_FILE)
     if not name:
         return
-    details = {"py_callstack": callstack, "timestamp": str(int(time.time())), "remedy": remedy}
+    details = {"timestamp": str(int(time.time())), "remedy": remedy}
+    if callstack:
+        details["py_callstack"] = callstack
     with contextlib.suppress(OSError):
         Path(name).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
 

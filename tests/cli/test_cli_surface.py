@@ -21,7 +21,7 @@ from infinity.train.options import TrainOptions
 
 TRAIN_OPTIONS = {
     "--nvme", "--model", "--data", "--eval-data", "--hold-out", "--eval-every", "--eval-batches", "--config", "--set",
-    "--steps",
+    "--num-gpus", "--num-ranks", "--steps",
     "--micro-batch-size", "--micro-batches", "--seq-len", "--lr", "--lr-schedule", "--warmup-steps", "--weight-decay",
     "--grad-clip", "--precision", "--seed", "--cpu-memory", "--gpu-memory", "--offload-optimizer", "--offload-params",
     "--checksums", "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights",

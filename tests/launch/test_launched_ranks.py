@@ -69,7 +69,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr("infinity.launch.job.GRACE_SECONDS", 0.5)
     outcome = launch("die", tmp_path)
     assert outcome.exit_code == CommError.exit_code
-    assert outcome.message.startswith("Rank 1 was killed by SIGKILL, ")
+    assert outcome.message.startswith("Rank 1 was killed by SIGKILL")
     memory = outcome.message.partition("Last known memory: rank 0 ")[2]
     assert "MiB (at most " in memory
     assert float(memory.partition("rank 1 ")[2].split()[0]) > 64

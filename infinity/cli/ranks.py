@@ -1,0 +1,57 @@
+"""`infinity train` on several ranks of this machine: the same command line for each of them, and the last words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinity.byte_sizes import format_bytes
+from infinity.cli.console import open_console
+from infinity.cli.failures import say_error
+from infinity.errors import StorageError
+from infinity.launch.gpus import require_gpus
+from infinity.launch.run import run_ranks
+from infinity.store.directory import remove_dead_runs
+from infinity.train.options import TrainOptions
+from infinity.train.output import Output, default_output
+
+
+def train_on_ranks(options: TrainOptions, num_ranks: int, *, need_gpus: bool) -> int:
+    """Run this process's command line as `num_ranks` ranks and return the exit code of the job.
+
+    The swap files of ranks that died are removed. Raises ConfigError where `need_gpus` and there are fewer GPUs.
+    """
+    if need_gpus:
+        require_gpus(num_ranks)
+    command = [sys.executable, "-m", "infinity", *sys.argv[1:]]
+    output = Output(options.output) if options.output else default_output(options.model)
+    if options.output is None:  # every rank must know the same one
+        command += ["--output", str(output.directory)]
+    outcome = run_ranks(command, num_ranks, os.environ)
+    for directory in options.config.nvme_directories:
+        with contextlib.suppress(StorageError):  # not made, or gone by now
+            remove_dead_runs(directory)
+    if outcome.message:
+        say_error(outcome.message, outcome.remedy)
+        if outcome.lacks_memory:
+            for line in plan_lines(output.plan):
+                open_console(stderr=True).print(line, markup=False)
+    return outcome.exit_code
+
+
+def plan_lines(path: Path) -> Iterator[str]:
+    """Yield where a rank's bytes were planned to be, from the plan.json of its run; nothing where there is none."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it ended before there was a plan
+        return
+    yield f"Planned for each rank ({path}):"
+    for line in plan["memory"]:
+        yield f"  {line['tier']} {line['owner']}  {format_bytes(line['num_bytes'])}: {line['counts']}"
+    for tier, budget_bytes in plan["budgets"]:
+        yield f"  {tier} memory peak  {format_bytes(plan['memory_bytes'][tier])} of {format_bytes(budget_bytes)}"
+    yield f"  nvme total  {format_bytes(plan['disk_bytes'])}"
