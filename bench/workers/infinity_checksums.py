@@ -11,7 +11,7 @@ import infinity_mlp
 from mlp_job import fixed_batch
 
 from infinity.engine import build
-from infinity.store.checksums import Checksums, PartChecksums, open_checksums
+from infinity.store.checksums import PartChecksums, open_checksums
 from infinity.store.store import Store
 
 
@@ -28,10 +28,10 @@ def remember_stores() -> list[Store]:
     return stores
 
 
-def switch(store: Store, checksums: Checksums | None) -> None:
+def switch(store: Store, on: bool) -> None:
     """Let everything on NVMe be checked from its next write on, or not at all. Nothing may be in flight."""
     for cell in store._swapped():
-        cell._sums = PartChecksums(checksums, {})
+        cell._sums = PartChecksums(store._checking if on else None, {})
 
 
 def main() -> None:
@@ -41,14 +41,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="measured in each phase, after one that is not")
     arguments = parser.parse_args()
 
-    stores, checksums = remember_stores(), open_checksums()
+    stores = remember_stores()
     rows, target = fixed_batch()
     phases: list[dict[str, object]] = []
     with infinity_mlp.open_job(arguments) as engine:
         for pair in range(arguments.pairs):
             for on in (True, False) if pair % 2 == 0 else (False, True):
                 engine.synchronize()
-                switch(stores[0], checksums if on else None)
+                switch(stores[0], on)
                 seconds, cpu_seconds = [], []
                 for _ in range(1 + arguments.steps):  # after the first one every checksum is known
                     begin, cpu_begin = time.perf_counter(), time.process_time()
@@ -59,7 +59,7 @@ def main() -> None:
                 print(f"pair {pair + 1}, {'on' if on else 'off'}: {seconds[1:]}", file=sys.stderr, flush=True)
         counters = engine.recorder.counters()
         engine.synchronize()
-    print(json.dumps({"kernel": checksums.name, "phases": phases, "counters": counters}), flush=True)
+    print(json.dumps({"kernel": open_checksums().name, "phases": phases, "counters": counters}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool
 from infinity.states import Tier
-from infinity.store.checksums import Checksums
+from infinity.store.checksums import Checking
 from infinity.store.commit import checksum_key
 from infinity.store.directory import SWAP_NAME
 from infinity.store.extents import Extent, ExtentTable, ShardExtents
@@ -52,7 +52,7 @@ class CellParts:
     pool: BufferPool | None
     ledger: Ledger
     pin: bool  # weights and gradients
-    checksums: Checksums | None
+    checking: Checking | None
     committed_checksums: Mapping[str, int]  # by `checksum_key`, of the checkpoint in place that is taken over
     resources: ExitStack
 
@@ -73,7 +73,7 @@ class CellParts:
         return SwappedBytes(
             self.io, extent, name, written=committed,
             before_write=_nothing if spilled else self.space.consume,
-            counters=("gradient_spill_bytes",) if spilled else (), checksums=self.checksums,
+            counters=("gradient_spill_bytes",) if spilled else (), checking=self.checking,
             checksum=None if spilled else self.committed_checksums.get(checksum_key(SWAP_NAME, extent)),
         )  # fmt: skip
 

@@ -6,12 +6,15 @@ were written, whatever a disk, a controller, a cable or a file system did to the
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import ConfigError, PlatformError, StorageError, SwapCorruptionError
-from infinity.handles import Handle
+from infinity.errors import ConfigError, PlatformError, SwapCorruptionError
+from infinity.handles import AllOf, Handle
+from infinity.memory.arena import Buffer
+from infinity.store.beside import Helper, open_helper
 
 try:
     from infinity import _crc32c
@@ -57,32 +60,66 @@ def open_checksums(name: str | None = None) -> Checksums:
     return Checksums(_crc32c.Crc32c(name or names[0]))
 
 
-class PartChecksums:
-    """The checksums of the parts of one extent, as they were written last. Not thread-safe; whoever owns it has a lock.
+@dataclass(frozen=True, slots=True)
+class Checking:
+    """What the cells of one store check with: reads are compared beside on one thread, writes summed up on another.
 
-    Parts may overlap where readers' parts do. A part is known from its write until something is written over it.
+    Two, for a read waits for its disk first, and a sum that waited behind it would keep a slot from its next use.
     """
 
-    def __init__(self, checksums: Checksums | None, known: dict[Part, int]) -> None:
-        self._checksums = checksums
-        self._known = known if checksums is not None else {}
+    checksums: Checksums
+    reads: Helper
+    writes: Helper
 
-    def record(self, address: int, written: Part, parts: Sequence[Part]) -> None:
-        """Know the checksums of `parts`, which lie in what was written from `address`, and of nothing else of that."""
-        if self._checksums is None:
-            return
-        begin, end = written[0], written[0] + written[1]
+
+def open_checking(checksums: Checksums, resources: ExitStack) -> Checking:
+    """Start the threads; `resources` ends them, when all that they were given is done. Raises PlatformError."""
+    reads, writes = (resources.enter_context(closing(open_helper(f"checksums-of-{name}"))) for name in ("reads", "writes"))
+    return Checking(checksums, reads, writes)
+
+
+class PartChecksums:
+    """The checksums of the parts of one extent, as they were written last; without `checking` nothing is known of any.
+
+    Parts may overlap where readers' parts do. A part is known from the end of its write until something is written over it.
+    Not thread-safe: whoever owns it has a lock, and asks for nothing before the last write is over.
+    """
+
+    def __init__(self, checking: Checking | None, known: dict[Part, int]) -> None:
+        self._checking = checking
+        self._known = known if checking is not None else {}
+
+    def summed(self, write: Handle[None], source: Buffer, written: Part, parts: Sequence[Part]) -> Handle[None]:
+        """Return the handle of a write from `source` that ends when the checksums of `parts`, which lie in it, are known.
+
+        Nothing else is known of what is written over.
+        """
+        if self._checking is None:
+            return write
+        checksums, begin, end = self._checking.checksums, written[0], written[0] + written[1]
         kept = {part: value for part, value in self._known.items() if part[0] >= end or part[0] + part[1] <= begin}
-        new = {part: self._checksums.of(address + part[0] - begin, part[1]) for part in parts}
-        self._known = kept | new
+        self._known = kept
+
+        def sum_up() -> None:
+            kept.update({part: checksums.of(source.address + part[0] - begin, part[1]) for part in parts})
+
+        return AllOf([write, self._checking.writes.give(sum_up)])
+
+    def checked(self, read: Handle[None], part: Part, into: Buffer, *, path: Path, offset: int, name: str) -> Handle[None]:
+        """Return the handle of a read that ends when its bytes have been compared, and raises SwapCorruptionError."""
+        expected = self._known.get(part)
+        if self._checking is None or expected is None:
+            return read
+        checksums, value = self._checking.checksums, expected
+
+        def compare() -> None:
+            read.wait()
+            require_checksum(checksums, value, into.address, part[1], path=path, offset=offset, name=name)
+
+        return self._checking.reads.give(compare)
 
     def get(self, part: Part) -> int | None:
         return self._known.get(part)
-
-    def check(self, part: Part, expected: int, address: int, *, path: Path, offset: int, name: str) -> None:
-        """Raise SwapCorruptionError unless the bytes at `address` have the expected checksum."""
-        if self._checksums is not None:
-            require_checksum(self._checksums, expected, address, part[1], path=path, offset=offset, name=name)
 
 
 def require_checksum(
@@ -97,44 +134,3 @@ def require_checksum(
             remedy="Look for errors of the disk (the kernel's log, its SMART data) and of the RAM, then resume from a "
             "checkpoint that lies elsewhere.",
         )
-
-
-class CheckedRead:
-    """A read that is done when its bytes have been compared, too. Waiting twice gives the same result or error.
-
-    The thread that finds the bytes there compares them, in `wait` or in `done`: whoever sees that it is done may change the
-    buffer. While one thread compares, it is not yet done for others.
-    """
-
-    def __init__(self, read: Handle[None], check: Callable[[], None]) -> None:
-        self._read = read
-        self._check: Callable[[], None] | None = check  # None when it has been made
-        self._lock = threading.Lock()
-        self._error: StorageError | None = None
-
-    def wait(self) -> None:
-        with self._lock:
-            self._settle()
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        if self._check is None:
-            return True
-        if not self._read.done() or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._settle()
-        finally:
-            self._lock.release()
-        return True
-
-    def _settle(self) -> None:
-        if self._check is None:
-            return
-        try:
-            self._read.wait()
-            self._check()
-        except StorageError as error:
-            self._error = error
-        self._check = None

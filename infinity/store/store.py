@@ -21,7 +21,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, open_pool
 from infinity.states import Tier
 from infinity.store.cells import BytesCell, CellParts, ShardCells, build_cells, resident_buffers
-from infinity.store.checksums import Checksums, require_checksum
+from infinity.store.checksums import Checking, Checksums, open_checking, require_checksum
 from infinity.store.commit import CHECKSUMS, checksum_key, describe_extents, fingerprint, shares_to_json
 from infinity.store.directory import RESIDENT_NAME, SWAP_NAME, Removed
 from infinity.store.extents import (
@@ -55,7 +55,7 @@ class Store:
 
     def __init__(
         self, *, shards: Shards, cells: Sequence[ShardCells], table: ExtentTable, grad_element_bytes: int, engine: Engine,
-        recorder: Recorder, space: SwapSpace, io: SwapIo, tile_slots: BufferPool | None, checksums: Checksums | None,
+        recorder: Recorder, space: SwapSpace, io: SwapIo, tile_slots: BufferPool | None, checking: Checking | None,
         resources: ExitStack,
     ) -> None:  # fmt: skip
         self.num_tile_slots = tile_slots.num_slots if tile_slots else 0  # 0 when every tile is resident
@@ -71,7 +71,7 @@ class Store:
         self._recorder = recorder
         self._space = space
         self._io = io
-        self._checksums = checksums
+        self._checking = checking
         self._resources = resources
 
     def fetch_tile(self, tile: Tile) -> Handle[TileLease]:
@@ -206,11 +206,11 @@ class Store:
 
     def _committed_checksums(self) -> dict[str, int]:
         """Return the checksums of everything that a checkpoint in place holds, as far as they are known."""
-        if self._checksums is None:
+        if self._checking is None:
             return {}
         found = {checksum_key(SWAP_NAME, cell.extent): cell.checksum for cell in self._swapped()}
         for _, extent, buffer in self._resident_buffers():
-            found[checksum_key(RESIDENT_NAME, extent)] = self._checksums.of(buffer.address, extent.num_bytes)
+            found[checksum_key(RESIDENT_NAME, extent)] = self._checking.checksums.of(buffer.address, extent.num_bytes)
         return {key: value for key, value in found.items() if value is not None}
 
     def _resident_buffers(self) -> Iterator[tuple[str, Extent, Buffer]]:
@@ -251,10 +251,12 @@ def open_store(
     the checkpoint in place in that run directory is taken over: `directories`, `run_name` and `stripes` are not used, every
     state is as committed, and `shards` must be those of the commit (`commit.read_commit` returns its shares and manifest).
 
-    With `checksums` everything that is read from swap files is compared with what was written; without, nothing is.
+    With `checksums` everything that is read from swap files is compared with what was written, beside, on two threads of the
+    store; without, nothing is and there are no threads.
 
-    Raises StorageError for an unfit directory, SwapSpaceError, OverBudget, ConfigError for a bad run name or no directory,
-    and with `adopt` CheckpointIncomplete, CheckpointMismatch and SwapCorruptionError.
+    Raises StorageError for an unfit directory, SwapSpaceError, OverBudget, PlatformError where the system has no thread
+    left, ConfigError for a bad run name or no directory, and with `adopt` CheckpointIncomplete, CheckpointMismatch and
+    SwapCorruptionError.
     """
     with ExitStack() as resources:
         committed_checksums: Mapping[str, int] = {}
@@ -275,7 +277,8 @@ def open_store(
         engine.register(files=space.files)
         resources.callback(engine.unregister, files=space.files)
         pool = _open_slots(table, num_tile_slots, ledger=ledger, resources=resources)
-        parts = CellParts(io, space, pool, ledger, pin, checksums, committed_checksums, resources)
+        checking = open_checking(checksums, resources) if checksums is not None else None  # ended before the slots go
+        parts = CellParts(io, space, pool, ledger, pin, checking, committed_checksums, resources)
         cells = [
             build_cells(layout, extents, waiting_bytes(layout, shares, grad_element_bytes), parts)
             for (layout, shares), extents in zip(shards, table.shards, strict=True)
@@ -284,7 +287,7 @@ def open_store(
             _read_resident(shards, cells, parts, engine, recorder)
         return Store(
             shards=shards, cells=cells, table=table, grad_element_bytes=grad_element_bytes, engine=engine, recorder=recorder,
-            space=space, io=io, tile_slots=pool, checksums=checksums, resources=resources.pop_all(),
+            space=space, io=io, tile_slots=pool, checking=checking, resources=resources.pop_all(),
         )  # fmt: skip
 
 
@@ -317,9 +320,9 @@ def _read_resident(
         _let_go(file, engine)
     for name, extent, buffer in resident_buffers(table, cells):
         expected = parts.committed_checksums.get(checksum_key(RESIDENT_NAME, extent))
-        if parts.checksums is not None and expected is not None:
-            num_bytes, offset = extent.num_bytes, extent.offset
-            require_checksum(parts.checksums, expected, buffer.address, num_bytes, path=path, offset=offset, name=name)
+        if parts.checking is not None and expected is not None:
+            checksums, num_bytes, offset = parts.checking.checksums, extent.num_bytes, extent.offset
+            require_checksum(checksums, expected, buffer.address, num_bytes, path=path, offset=offset, name=name)
 
 
 def _let_go(file: DirectFile, engine: Engine) -> None:

@@ -15,7 +15,7 @@ from infinity.errors import IllegalTransition, StorageError
 from infinity.handles import Handle, Ready
 from infinity.memory.arena import Buffer
 from infinity.states import Lifecycle
-from infinity.store.checksums import CheckedRead, Checksums, Part, PartChecksums
+from infinity.store.checksums import Checking, Part, PartChecksums
 from infinity.store.extents import Extent
 from infinity.store.failures import NamedHandle, SwapFailures
 from infinity.telemetry.recorder import Recorder
@@ -88,7 +88,7 @@ class SwappedBytes:
     """The bytes of one extent. Safe to use from any thread.
 
     A read waits for the write before it and a write for the reads and the write before it, inside the call. After a failed
-    write the extent's bytes are undefined: every later use raises that write's error. With `checksums`, what is read is
+    write the extent's bytes are undefined: every later use raises that write's error. With `checking`, what is read is
     compared with what was written, or with `checksum` where a checkpoint in place says what the whole extent's is; the
     handle of a read raises SwapCorruptionError.
     """
@@ -102,13 +102,13 @@ class SwappedBytes:
         written: bool,
         before_write: Callable[[], None],
         counters: Sequence[str] = (),
-        checksums: Checksums | None = None,
+        checking: Checking | None = None,
         checksum: int | None = None,
     ) -> None:
         self.extent = extent
         self.name = name
         self._io = io
-        self._sums = PartChecksums(checksums, {} if checksum is None else {(0, extent.num_bytes): checksum})
+        self._sums = PartChecksums(checking, {} if checksum is None else {(0, extent.num_bytes): checksum})
         self._before_write = before_write
         self._counters = tuple(counters)
         self._lock = threading.Lock()
@@ -127,9 +127,8 @@ class SwappedBytes:
             extent = self._part(offset, num_bytes)
             handle = self._io.read(extent, into)
             self._reads = [read for read in self._reads if not read.done()] + [handle]
-            part = (offset, extent.num_bytes)
-            expected = self._sums.get(part)
-            return handle if expected is None else CheckedRead(handle, lambda: self._check(part, expected, into))
+            path, part = self._io.path_of(extent), (offset, extent.num_bytes)
+            return self._sums.checked(handle, part, into, path=path, offset=extent.offset, name=self.name)
 
     def write(
         self, source: Buffer, *, offset: int = 0, num_bytes: int | None = None, read_as: Sequence[Part] | None = None
@@ -145,8 +144,8 @@ class SwappedBytes:
             self._before_write()
             extent = self._part(offset, num_bytes)
             part = (offset, extent.num_bytes)
-            self._last_write = self._io.write(extent, source, counters=self._counters)
-            self._sums.record(source.address, part, (part,) if read_as is None else read_as)  # beside the write in flight
+            write = self._io.write(extent, source, counters=self._counters)
+            self._last_write = self._sums.summed(write, source, part, (part,) if read_as is None else read_as)
             return self._last_write
 
     def settle(self) -> None:
@@ -163,8 +162,9 @@ class SwappedBytes:
 
     @property
     def checksum(self) -> int | None:
-        """The checksum of the whole extent; None where it is not known."""
+        """The checksum of the whole extent; None where it is not known. Waits for the write in flight."""
         with self._lock:
+            self._settle()
             return self._sums.get((0, self.extent.num_bytes))
 
     @property
@@ -179,10 +179,6 @@ class SwappedBytes:
                 f"{self.name}: {length} bytes from offset {offset} are not inside its {self.extent.num_bytes} bytes."
             )
         return Extent(self.extent.file, self.extent.offset + offset, length)
-
-    def _check(self, part: Part, expected: int, found: Buffer) -> None:
-        path, offset = self._io.path_of(self.extent), self.extent.offset + part[0]
-        self._sums.check(part, expected, found.address, path=path, offset=offset, name=self.name)
 
     def _settle(self) -> None:
         if self._last_write is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -167,11 +168,13 @@ class _LazyHandle:
     def __init__(self, engine: LazyEngine, request: Request) -> None:
         self._engine = engine
         self._request: Request | None = request
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        request, self._request = self._request, None
-        if request is not None:
-            self._engine.perform(request)
+        with self._lock:
+            request, self._request = self._request, None
+            if request is not None:
+                self._engine.perform(request)
 
     def done(self) -> bool:
         return self._request is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,8 @@ from store_cases import (
 from infinity.aio.engine import Engine
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op
-from infinity.errors import StorageError, SwapCorruptionError
-from infinity.handles import Promise, Ready
+from infinity.errors import SwapCorruptionError
 from infinity.memory.arena import Buffer
-from infinity.store.checksums import CheckedRead
 from infinity.store.commit import find_resident, read_commit
 from infinity.store.extents import gradient_window, plan_extents, sum_bytes
 from infinity.store.layout import ShardLayout, Tile
@@ -236,43 +233,6 @@ def test_checksums_may_be_switched_between_two_runs(tmp_path: Path, threads_engi
     assert bool(read_commit(run).checksums) is not first
     assert_same_bytes(read_store(adopted, shards), expected)
     adopted.close()
-
-
-def test_a_read_is_done_only_when_it_was_compared() -> None:
-    """Whoever sees that it is done may change the buffer; the comparison is made once, by the thread that came first."""
-    compared: list[int] = []
-    going, may_end, landed = threading.Event(), threading.Event(), Promise[None]()
-
-    def compare() -> None:
-        compared.append(threading.get_ident())
-        going.set()
-        may_end.wait()
-
-    read = CheckedRead(landed, compare)
-    assert not read.done()
-    landed.resolve(None)
-    other = threading.Thread(target=read.wait)
-    other.start()
-    going.wait()
-    assert not read.done()
-    may_end.set()
-    read.wait()
-    other.join()
-    assert read.done()
-    assert len(compared) == 1
-
-
-def test_a_read_that_is_wrong_is_done_and_raises_each_time() -> None:
-    """`done` swallows nothing: the error is there for whoever waits."""
-
-    def compare() -> None:
-        raise SwapCorruptionError("differs")
-
-    read = CheckedRead(Ready(None), compare)
-    assert read.done()
-    for _ in range(2):
-        with pytest.raises(StorageError, match="differs"):
-            read.wait()
 
 
 def test_a_buffer_may_be_filled_anew_when_its_read_is_done(tmp_path: Path, engine: Engine) -> None:
