@@ -22,6 +22,7 @@ from infinity.placement import (
     plan_with_slots,
 )
 from infinity.placement.placement import AUTO, ShareChoice
+from infinity.placement.stages import PARTITIONED
 from infinity.states import Tier
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.shares import ShardShares
@@ -106,10 +107,10 @@ def cut_and_plan(
         asked = replace(placement, stage=stage)
         return plan_for(cuts[stage], config, asked, compute, activations, ranks, recorded_cpu_bytes)
 
-    asked = config.zero_optimization.stage if placement.stage is None else placement.stage
-    if asked is None and ranks.world_size == 1:
-        asked = 0
-    plan = plan_best_stage(plan_at) if asked is None else plan_at(asked)
+    given = [one for one in (placement.stage, config.zero_optimization.stage) if one is not None]
+    if not given and ranks.world_size == 1:  # all stages are one
+        given = [min(PARTITIONED)]
+    plan = plan_at(given[0]) if given else plan_best_stage(plan_at)
     return cuts[plan.stage], plan
 
 
