@@ -90,6 +90,7 @@ class OpenStep:
 
     def abandon(self) -> None:
         """Forget the step: its forward passes and what was summed. The states are those of the step before."""
+        self.parts.walk.end()
         with self.failing_on_io():
             self.parts.walk.sums.discard()
             self.parts.updater.discard()

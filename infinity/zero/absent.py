@@ -89,14 +89,8 @@ def _error(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Abse
     name = absent.parameter_name if absent is not None else "a parameter"
     unit = absent.unit_name if absent is not None else "its unit"
     operation = getattr(func, "__name__", str(func))
-    message = f"Parameter {name} was used by {operation!r} outside unit {unit!r}, while its weights are away."
-    if torch._C._current_graph_task_id() != -1:
-        return AbsentParameterError(
-            message,
-            remedy="Backward is running: turn torch.utils.checkpoint inside the unit off and infinity.recompute on.",
-        )
     return AbsentParameterError(
-        message,
+        f"Parameter {name} was used by {operation!r} outside unit {unit!r}, while its weights are away.",
         remedy="Use it inside the unit's forward; or read it inside infinity.zero.GatheredParameters(...); or list in "
         "infinity.units the modules that are to be units, without the one that holds it: parameters of no unit may be used "
         "anywhere.",

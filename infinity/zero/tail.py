@@ -15,6 +15,8 @@ from infinity.zero.gradients import GradientSums
 from infinity.zero.guards import graph_nodes, variable_of
 from infinity.zero.micro_batch import LastCall, MicroBatch
 
+_NEEDS_WHOLE_BACKWARD = "CheckpointFunctionBackward"  # torch.utils.checkpoint(use_reentrant=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Root:
@@ -36,15 +38,19 @@ def scaled(loss: torch.Tensor, coefficient: float) -> torch.Tensor:
 def separable_tail(micro_batch: MicroBatch, loss: torch.Tensor) -> LastCall | None:
     """Return the last call if the loss reaches nothing from before it but through its inputs; None otherwise.
 
-    Whatever else it may reach ends in a leaf from before: a parameter, or the anchor of an earlier unit.
+    None, too, where torch refuses a backward to anything but the leaves. Whatever else the loss may reach ends in a leaf
+    from before: a parameter, or the anchor of an earlier unit.
     """
     last = micro_batch.last_call
     if last is None:
         return None
     stops = frozenset(tensor.grad_fn for tensor in last.inputs)
     known = {id(leaf.tensor) for leaf in micro_batch.leaves} | {id(last.anchor)}
-    variables = (variable_of(node) for node in graph_nodes([loss], stops))
-    return last if all(variable is None or id(variable) in known for variable in variables) else None
+    for node in graph_nodes([loss], stops):
+        variable = variable_of(node)
+        if node.name() == _NEEDS_WHOLE_BACKWARD or (variable is not None and id(variable) not in known):
+            return None
+    return last
 
 
 def straight_backward(

@@ -29,6 +29,7 @@ from infinity.zero.guards import (
     sequence_mark,
     unchanged,
 )
+from infinity.zero.late_weights import LateWeights
 from infinity.zero.micro_batch import START, MicroBatch, TrackedLeaf, Visit
 from infinity.zero.randomness import Randomness
 from infinity.zero.structure import Structure, take_apart
@@ -205,7 +206,7 @@ def _rerun_and_backward(
 
 
 def straight_call(
-    runtime: UnitRuntime, micro_batch: MicroBatch, arguments: Structure, tensors: Sequence[torch.Tensor]
+    runtime: UnitRuntime, micro_batch: MicroBatch, arguments: Structure, tensors: Sequence[torch.Tensor], late: LateWeights
 ) -> Any:
     """Call a unit under ordinary autograd. The caller keeps the weights in place until its backward has run."""
     args, kwargs = filled = arguments.fill(tensors)
@@ -219,6 +220,7 @@ def straight_call(
             unchanged(runtime.unit, tensors, [leaf.tensor for leaf in leaves]),
         ):
             result = runtime.forward(*args, **kwargs)
+    late.watch(runtime.bindings, leaves, tensors, result)
     require_same_containers(runtime.unit, arguments, tensors, filled)
     runtime.measure()
     if not micro_batch.straight:

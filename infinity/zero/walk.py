@@ -16,6 +16,7 @@ from infinity.errors import IllegalTransition, ModelError
 from infinity.zero.attributes import OwnAttributes
 from infinity.zero.binding import Binding, install, make_leaves
 from infinity.zero.gradients import GradientSums
+from infinity.zero.late_weights import LateWeights
 from infinity.zero.micro_batch import LastCall, MicroBatch
 from infinity.zero.randomness import Randomness
 from infinity.zero.structure import Structure, take_apart
@@ -54,6 +55,7 @@ class Walk:
         self._arrivals: Arrivals = GoOn()
         self.own_attributes = OwnAttributes()
         self._inside_unit = False
+        self._late = LateWeights()
         self._hooks: list[RemovableHandle] = []
         self.micro_batch: MicroBatch | None = None  # the one whose code is running
 
@@ -100,7 +102,8 @@ class Walk:
         self._begin_stretch(micro_batch)
 
     def end(self) -> None:
-        """No micro-batch is walking; the root group's own parameters are back in their places."""
+        """No micro-batch is walking; the modules hold what they hold between calls, also where a backward has failed."""
+        self._late.restore()
         if self.micro_batch is not None:
             self.micro_batch.forget()
         self.micro_batch = None
@@ -154,7 +157,7 @@ class Walk:
             micro_batch.last_call = LastCall(micro_batch.visits[-1], wanted, anchor)
             micro_batch.leaves.clear()
         if anchor is None:
-            return straight_call(runtime, micro_batch, arguments, inputs)
+            return straight_call(runtime, micro_batch, arguments, inputs, self._late)
         return rerun_call(runtime, micro_batch, arguments, inputs, anchor, self.own_attributes)
 
     def _begin_stretch(self, micro_batch: MicroBatch) -> None:

@@ -2,11 +2,22 @@
 
 import pytest
 import torch
-from harness import ABSENT, KEPT, Block, Harness, TinyModel, require_close, same_in_every_way, token_loss, torch_step
+from harness import (
+    ABSENT,
+    KEPT,
+    RESIDENT,
+    Block,
+    Harness,
+    TinyModel,
+    require_close,
+    same_in_every_way,
+    token_loss,
+    torch_step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.errors import AbsentParameterError, ModelError
+from infinity.errors import ModelError
 
 
 class Recurrent(nn.Module):
@@ -105,27 +116,68 @@ class CheckpointedReentrant(Checkpointed):
     use_reentrant = True
 
 
+@pytest.mark.parametrize("residency", [ABSENT, KEPT, RESIDENT])
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrant])
-def test_checkpoint_inside_a_unit(kind):
-    """A part that a unit recomputes itself finds the weights in their places when it runs for the third time."""
+def test_checkpoint_inside_a_unit(kind, residency):
+    """A part that a unit recomputes itself finds the weights in their places when it runs in backward, wherever they are."""
     torch.manual_seed(0)
     model, forward_loss = TinyModel(block=lambda: kind(16, 0.1), scaled=False), token_loss(3)
     for block in model.blocks:
         block.drop.p = 0.0
     losses, expected = torch_step(model, forward_loss, 3)
-    harness = Harness(model, residency=ABSENT)
+    harness = Harness(model, residency=residency)
+    held = dict(harness.model.named_parameters())
     for schedule in ("vertical", "horizontal"):
         own, gradients = harness.step(forward_loss, 3, schedule=schedule)
         assert own == losses
         require_close(gradients, expected, 1e-6)
+        assert all(held[name] is parameter for name, parameter in harness.model.named_parameters())
 
 
-def test_checkpoint_inside_a_kept_unit_is_explained():
-    """Where the modules of kept weights hold absent parameters the error says that checkpointing must be off."""
+class LastIsCheckpointed(nn.Module):
+    """A unit that recomputes itself and is followed by the loss alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(37, 16)
+        self.blocks = nn.ModuleList(CheckpointedReentrant(16) for _ in range(2))
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() + targets.sum() * 0.0
+
+
+@pytest.mark.parametrize("residency", [ABSENT, KEPT, RESIDENT])
+def test_a_reentrant_checkpoint_in_the_last_unit(residency):
+    """Torch refuses such a backward unless it goes to the leaves: the tail waits for the joint backward."""
     torch.manual_seed(0)
-    harness = Harness(TinyModel(block=lambda: Checkpointed(16)), residency=KEPT)
-    with pytest.raises(AbsentParameterError, match=r"turn torch\.utils\.checkpoint inside the unit off"):
-        harness.step(token_loss(2), 2)
+    model, forward_loss = LastIsCheckpointed(), token_loss(3)
+    losses, expected = torch_step(model, forward_loss, 3)
+    own, gradients = Harness(model, residency=residency).step(forward_loss, 3)
+    assert own == losses
+    require_close(gradients, expected, 1e-6)
+
+
+class GradientInForward(TinyModel):
+    """Between two calls of a block that recomputes itself comes a gradient through the first of them."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        first = self.blocks[0](x)
+        slope = torch.autograd.grad(first.square().sum(), x, retain_graph=True)[0]
+        return self.loss(self.blocks[0](x + 0.1 * slope.detach()), targets)
+
+
+def test_a_gradient_taken_in_forward_leaves_the_next_call_alone():
+    """Backward through an earlier call of a unit, while the forward pass goes on, takes no weights away."""
+    torch.manual_seed(0)
+    model, forward_loss = GradientInForward(block=lambda: Checkpointed(16), scaled=False), token_loss(2)
+    losses, expected = torch_step(model, forward_loss, 2)
+    own, gradients = Harness(model, residency=RESIDENT).step(forward_loss, 2, schedule="horizontal")
+    assert own == losses
+    require_close(gradients, expected, 1e-6)
 
 
 class CheckpointAround(TinyModel):
