@@ -182,18 +182,24 @@ def _accumulator_line(request: PlanRequest) -> MemoryLine:
     lasting = sum(_sum_bytes(request, unit) for unit in request.units if _is_long(request, unit))
     is_fp32 = not request.keeps_sums and request.num_micro_batches > 1
     counts = "fp32 sums over micro-batches" if is_fp32 else "gradients as backward makes them"
-    if any(unit.visits > 1 for unit in request.units) and not request.keeps_sums:
+    if any(unit.visits > 1 for unit in request.units) and not _waits_whole(request):
         counts += ", one for each call of a unit"
     counts += " of the largest unit" + (", and of those called more than once" if lasting else "")
     return MemoryLine(request.compute_tier, Owner.ACCUMULATORS, passing + lasting, counts)
 
 
 def _is_long(request: PlanRequest, unit: UnitSize) -> bool:
-    return not request.keeps_sums and (unit.visits > 1 or unit.is_root)
+    return not _waits_whole(request) and (unit.visits > 1 or unit.is_root)
+
+
+def _waits_whole(request: PlanRequest) -> bool:
+    """Whether what backward makes is added to sums of whole units that wait, as soon as it is there."""
+    return request.keeps_sums and request.reduction is GradientReduction.BOUNDARY
 
 
 def _sum_bytes(request: PlanRequest, unit: UnitSize) -> int:
-    is_fp32 = not request.keeps_sums and (request.num_micro_batches > 1 or unit.visits > 1)
+    num_summed = 1 if request.keeps_sums else request.num_micro_batches
+    is_fp32 = not _waits_whole(request) and (num_summed > 1 or unit.visits > 1)
     element_bytes = request.grad_element_bytes  # of the micro-batch that is being added
     if is_fp32:
         element_bytes += FP32_BYTES * unit.visits

@@ -44,22 +44,44 @@ def collective_counts(request: PlanRequest) -> CollectiveCounts:
 
 def collective_lines(request: PlanRequest) -> tuple[LinkLine, ...]:
     """Return the bytes between ranks; none where there is one."""
-    num_ranks, counts = request.num_ranks, collective_counts(request)
+    counts = collective_counts(request)
     num_elements = sum(unit.num_gradient_elements for unit in request.units)
-    whole = (
-        ("weights gathered", sum(_gathered_bytes(unit, counts.weight_gathers) for unit in request.units)),
-        ("gradients reduced", counts.reductions * num_elements * FP32_BYTES),
-        ("gradients gathered", counts.gradient_gathers * num_elements * request.grad_element_bytes),
+
+    def others(num_bytes: int) -> int:
+        return num_bytes * (request.num_ranks - 1) // request.num_ranks
+
+    lines = (
+        LinkLine(
+            Link.RANKS,
+            "weights gathered",
+            others(sum(_gathered_bytes(unit, counts.weight_gathers) for unit in request.units)),
+            others(_bytes_in_slots(request)),
+        ),
+        LinkLine(Link.RANKS, "gradients reduced", others(counts.reductions * num_elements * FP32_BYTES)),
+        LinkLine(
+            Link.RANKS, "gradients gathered", others(counts.gradient_gathers * num_elements * request.grad_element_bytes)
+        ),
     )
-    lines = (LinkLine(Link.RANKS, what, num_bytes * (num_ranks - 1) // num_ranks) for what, num_bytes in whole)
     return tuple(line for line in lines if line.num_bytes)
 
 
 def _gathered_bytes(unit: UnitSize, num_gathers: int) -> int:
-    """Return what gathers of a unit's weights come to: all of them for every use, or those that an update has changed."""
+    """Return what gathers of a unit's weights come to: for every use, or once after an update has changed them."""
     if unit.gathers_weights:
         return num_gathers * unit.visits * unit.gather_bytes
-    return unit.new_weight_bytes if unit.is_split else 0
+    return unit.gather_bytes if unit.is_split and unit.num_gradient_elements else 0
+
+
+def _bytes_in_slots(request: PlanRequest) -> int:
+    """Return what is not gathered again because it is in a slot when the order of work turns.
+
+    That is the last units when forward turns into backward, and the first ones when backward turns into the forward of the
+    next micro-batch: after the last one the weights are new.
+    """
+    sizes = [unit.gather_bytes for unit in request.units if unit.gathers_weights]
+    num_slots = min(len(sizes), request.num_weight_slots)
+    num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
+    return num_passes * sum(sizes[len(sizes) - num_slots :]) + (num_passes - 1) * sum(sizes[:num_slots])
 
 
 def host_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[LinkLine, ...]:

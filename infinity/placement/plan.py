@@ -56,11 +56,20 @@ class Link(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkLine:
-    """Bytes of one rank over a link in one step; between ranks as many come in as go out."""
+    """Bytes of one rank over a link in one step; between ranks as many come in as go out.
+
+    `num_bytes` is the theory's; `bytes_in_slots` of it are not moved, for they are still in a slot.
+    """
 
     link: Link
     what: str
     num_bytes: int
+    bytes_in_slots: int = 0
+
+    @property
+    def expected_bytes(self) -> int:
+        """What is expected to be measured."""
+        return self.num_bytes - self.bytes_in_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +227,7 @@ class Plan:
         hits = f" ({format_bytes(saved)} of weights found in slots at the turn)" if saved else ""
         rows.append(("nvme read per step", format_bytes(self.nvme_read_bytes) + hits))
         rows.append(("nvme written per step", format_bytes(self.nvme_write_bytes)))
-        rows += [(f"{line.link.value} per step", f"{format_bytes(line.num_bytes)} of {line.what}") for line in self.links]
+        rows += [(f"{line.link.value} per step", _link_words(line)) for line in self.links]
         if self.nvme_seconds is not None:
             rows.append(("nvme time per step", f"{self.nvme_seconds:.2f} s at the measured rates"))
         return tuple(rows)
@@ -243,6 +252,11 @@ def _tier_counts(units: tuple[UnitPlan, ...]) -> str:
         counts = [f"{tiers.count(tier)} {tier.value}" for tier in Tier if tier in tiers]
         words.append(f"{label} {' + '.join(counts)}")
     return f"{len(units)}; {', '.join(words)}"
+
+
+def _link_words(line: LinkLine) -> str:
+    hits = f" ({format_bytes(line.bytes_in_slots)} more are found in slots at the turn)" if line.bytes_in_slots else ""
+    return f"{format_bytes(line.expected_bytes)} of {line.what}{hits}"
 
 
 def _directory_words(line: DirectoryLine, lines: tuple[DirectoryLine, ...]) -> str:

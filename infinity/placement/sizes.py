@@ -23,7 +23,6 @@ class UnitSize:
     is_split: bool = False  # this rank owns its part alone: state, finished gradient, and the weights of that
     gathers_weights: bool = False  # so every use of the weights collects those of the other ranks
     gather_bytes: int = 0  # what that moves: the whole unit's weights, without the padding to pages
-    new_weight_bytes: int = 0  # of these, what an update changes
 
     @property
     def num_tiles(self) -> int:

@@ -77,7 +77,4 @@ def unit_size(layouts: UnitLayouts, *, visits: int = 1, kept_bytes: int = 0, is_
         is_split=layouts.is_split,
         gathers_weights=layouts.gathers_weights,
         gather_bytes=sum(section.unit_elements * section.element_bytes for section in whole.sections),
-        new_weight_bytes=sum(
-            section.unit_elements * section.element_bytes for section in whole.sections if section.trainable
-        ),
     )

@@ -60,7 +60,6 @@ def split_units(units: Sequence[UnitSize], stage: int, num_ranks: int) -> tuple[
             is_split=stage > 0,
             gathers_weights=stage == 3 and not unit.is_root,
             gather_bytes=2 * part * num_ranks,
-            new_weight_bytes=2 * part * num_ranks,
         )
 
     return tuple(split(unit) for unit in units) if num_ranks > 1 else tuple(units)

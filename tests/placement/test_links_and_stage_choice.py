@@ -47,10 +47,12 @@ def test_bytes_between_ranks() -> None:
         {"gradients reduced": reduced, "weights gathered": weights * 3 // 4},
         {"gradients reduced": reduced, "weights gathered": (2 * weights - root) * 3 // 4},
     ]
+    last = sum(unit.gather_bytes for unit in units[-3:-1]) * 3 // 4  # in the two slots when forward turns into backward
     for stage in PARTITIONED:
         request = over_ranks(stage)
         assert {line.what: line.num_bytes for line in collective_lines(request)} == expected[stage]
         assert collective_lines(request) == make_plan(request).links
+        assert sum(line.bytes_in_slots for line in collective_lines(request)) == (last if stage == 3 else 0)
     assert collective_lines(request_400m()) == ()
 
 

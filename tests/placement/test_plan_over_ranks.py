@@ -188,6 +188,9 @@ def test_sums_between_micro_batches_wait_whole_or_in_parts(stage: int, asked: Gr
     everything = sum(part(name, 4) * 4 for name in ELEMENTS)
     assert moved["gradients reduced"] == (A if in_parts else 1) * 4 * everything * 3 // 4
     assert plan.gradient_reduction == ("micro_batch" if in_parts else "boundary")
+    # What is reduced at once is the root's, too, when backward is over; sums that wait have taken it by then.
+    made = pages(2 * part("a", 4) * 4) + (pages(2 * part("root", 4) * 4) if in_parts else 0)
+    assert lines(plan)[Tier.CPU, Owner.ACCUMULATORS] == made
 
 
 def test_vertical_order_reduces_once_whatever_is_asked() -> None:
