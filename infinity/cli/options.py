@@ -22,6 +22,7 @@ KEYS = {
     "weight_decay": ("--weight-decay", "optimizer.params.weight_decay"),
     "grad_clip": ("--grad-clip", "gradient_clipping"),
     "seed": ("--seed", "seed"),
+    "stage": ("--stage", "zero_optimization.stage"),
     "cpu_memory": ("--cpu-memory", "infinity.cpu_memory"),
     "gpu_memory": ("--gpu-memory", "infinity.gpu_memory"),
     "offload_optimizer": ("--offload-optimizer", "zero_optimization.offload_optimizer.device"),
@@ -116,6 +117,10 @@ _TIERS = "auto|gpu|cpu|nvme"
 Nvme = Annotated[list[str] | None, _option(_PLACES, "--nvme", "Directory on a local SSD; repeatable: shared out.", "DIR")]
 CpuMemory = Annotated[str | None, _option(_PLACES, "--cpu-memory", "RAM budget, such as 2GiB.", "SIZE", "what is free")]
 GpuMemory = Annotated[str | None, _option(_PLACES, "--gpu-memory", "GPU budget, such as 20GiB.", "SIZE", "what is free")]
+Stage = Annotated[
+    int | None,
+    _whole(_PLACES, "--stage", "ZeRO stage, with several ranks.", "0|1|2|3", "the lowest that offloads least"),
+]
 OffloadOptimizer = Annotated[str | None, _option(_PLACES, "--offload-optimizer", "Tier of optimizer state. [auto]", _TIERS)]
 OffloadParams = Annotated[str | None, _option(_PLACES, "--offload-params", "Tier of the weights. [auto]", _TIERS)]
 Checksums = Annotated[

@@ -45,6 +45,7 @@ def train(
     precision: o.Precision = None,
     schedule: o.Schedule = None,
     check: o.Check = None,
+    stage: o.Stage = None,
     cpu_memory: o.CpuMemory = None,
     gpu_memory: o.GpuMemory = None,
     offload_optimizer: o.OffloadOptimizer = None,

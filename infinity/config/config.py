@@ -230,6 +230,9 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
             for name, value in config.fp16
             if value != getattr(Fp16Section(), name) and not (config.fp16.enabled and name in ("enabled", "loss_scale"))
         ]
+    own = config.infinity
+    if own.gradient_reduction == "micro_batch" and own.schedule == "vertical":
+        notes.append("infinity.gradient_reduction: has no effect because vertical order reduces once a step.")
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):
             notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")

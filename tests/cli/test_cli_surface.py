@@ -24,8 +24,8 @@ TRAIN_OPTIONS = {
     "--num-gpus", "--num-ranks", "--steps",
     "--micro-batch-size", "--micro-batches", "--seq-len", "--lr", "--lr-schedule", "--warmup-steps", "--weight-decay",
     "--grad-clip", "--precision", "--seed", "--cpu-memory", "--gpu-memory", "--offload-optimizer", "--offload-params",
-    "--checksums", "--schedule", "--output", "--checkpoint-every", "--keep", "--resume", "--check", "--save-weights",
-    "--trace", "--print-config",
+    "--checksums", "--schedule", "--stage", "--output", "--checkpoint-every", "--keep", "--resume", "--check",
+    "--save-weights", "--trace", "--print-config",
 }  # fmt: skip
 BENCH_NVME_OPTIONS = {
     "--nvme", "--size", "--engine", "--op", "--block-size", "--queue-depth", "--seconds", "--long-run", "--tune",
