@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from infinity.not_offered import missing
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -16,6 +18,7 @@ _HOMES = {
     "Engine": "infinity.engine",
     "InfinityError": "infinity.errors",
     "ModelError": "infinity.errors",
+    "NotOffered": "infinity.errors",
     "OverBudget": "infinity.errors",
     "Placement": "infinity.placement",
     "StepResult": "infinity.engine",
@@ -35,7 +38,7 @@ def __getattr__(name: str) -> object:
         return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+        raise missing("infinity", name)
     return getattr(import_module(home), name)
 
 

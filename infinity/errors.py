@@ -2,6 +2,7 @@
 
 InfinityError
 |- ConfigError (ValueError)         2  bad key, bad value, contradiction
+|  `- NotOffered (AttributeError)       a name of DeepSpeed's API that infinity does not have
 |- DoesNotFit                       3  needed against available per tier, and what would fit
 |- PlatformError                    4  native module missing, limits too low
 |- StorageError (OSError)           5  operation, path, offset, length, errno
@@ -42,6 +43,10 @@ class ConfigError(InfinityError, ValueError):
     """A key or value of the configuration is wrong, or two of them contradict each other."""
 
     exit_code = 2
+
+
+class NotOffered(ConfigError, AttributeError):
+    """A script asks for a name of DeepSpeed's API that infinity does not have; `hasattr` says so."""
 
 
 class DoesNotFit(InfinityError):

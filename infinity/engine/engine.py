@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from infinity.engine.results import IoFacts, StepResult
 from infinity.engine.tags import LoadedCheckpoint
 from infinity.errors import StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
+from infinity.not_offered import missing
 from infinity.placement.plan import Plan
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.horizontal import run_horizontally
@@ -103,6 +104,11 @@ class Engine:
         return self._step.global_steps
 
     @property
+    def global_samples(self) -> int:
+        """Samples of all steps taken, over all ranks."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing: a gradient was not finite."""
         return self._step.skipped_steps
@@ -145,6 +151,14 @@ class Engine:
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, by parameter group."""
         return self._parts.lr_schedule.get_last_lr()
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas of the next step, by parameter group."""
+        return [group["betas"] for group in self._parts.optimizer.param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of a step, those of a micro-batch of one rank, and the micro-batches of a rank's step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient before clipping; None before the first step."""
@@ -297,6 +311,10 @@ class Engine:
         self.synchronize()
         return self._parts.persistence.state_dict()
 
+    def module_state_dict(self) -> dict[str, torch.Tensor]:
+        """The same as `state_dict()`."""
+        return self.state_dict()
+
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: Mapping[str, object] | None = None,
         *, keep: int | None = None,
@@ -346,6 +364,15 @@ class Engine:
         except StorageError:
             if not has_failed:
                 raise
+
+    def destroy(self) -> None:
+        """The same as `close()`."""
+        self.close()
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> object:
+            raise missing("engine", name)
 
     def __enter__(self) -> Engine:
         return self

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from infinity.not_offered import missing
 from infinity.zero.access import states_of
 
 __all__ = [
@@ -30,6 +31,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MASTER = "fp32"
+
+
+def __getattr__(name: str) -> object:
+    raise missing("infinity.utils", name)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

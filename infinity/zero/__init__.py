@@ -1,5 +1,6 @@
 """Units, flat shards, gathered weights, the unit's autograd node, and the two schedules. Knows no optimizer."""
 
+from infinity.not_offered import missing
 from infinity.zero.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -17,3 +18,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing("infinity.zero", name)
