@@ -8,7 +8,7 @@ import torch
 
 from infinity.aio.select import Probe, works_in_all
 from infinity.byte_sizes import format_bytes
-from infinity.comm.launched import Launched
+from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.config.optimizer import OptimizerSection
 from infinity.config.scheduler import SchedulerSection
@@ -55,7 +55,7 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         return block_bytes if unit.startswith("blocks.") else 0
 
     def on_plan(plan: Plan) -> None:
-        if not checked.launched.speaks:
+        if not checked.ranks.speaks:
             return
         reporter.plan((*_rows(checked), *(Row(name, value) for name, value in plan.lines())))
         _say_what_checkpoints_take(checked, plan, reporter)
@@ -91,7 +91,7 @@ def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter)
     output = checked.output.directory
     needed = num_copies * copy_bytes
     if any(facts.path.stat().st_dev == output.stat().st_dev for facts in checked.directories):
-        needed += plan.disk_bytes * checked.launched.local_size
+        needed += plan.disk_bytes * checked.ranks.local_world_size
     free = shutil.disk_usage(output).free
     if needed > free:
         reporter.note(
@@ -112,7 +112,7 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         Row(
             "step",
             f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {options.seq_len} tokens"
-            f"{_ranks_words(checked.launched)}, {checked.config.infinity.schedule}",
+            f"{_ranks_words(checked.ranks)}, {checked.config.infinity.schedule}",
         ),
         Row("output", str(checked.output.directory)),
         Row("configuration", _configuration_words(checked)),
@@ -132,11 +132,11 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _ranks_words(launched: Launched) -> str:
-    if launched.size == 1:
+def _ranks_words(ranks: Ranks) -> str:
+    if ranks.world_size == 1:
         return ""
-    here = "" if launched.local_size == launched.size else f", {launched.local_size} of them on this machine"
-    return f" on each of {launched.size} ranks{here}"
+    here = "" if ranks.local_world_size == ranks.world_size else f", {ranks.local_world_size} of them on this machine"
+    return f" on each of {ranks.world_size} ranks{here}"
 
 
 def _precision_words(config: Config) -> str:
@@ -162,7 +162,7 @@ def _schedule_words(section: SchedulerSection) -> str:
 
 
 def _configuration_words(checked: Checked) -> str:
-    resolved = checked.config.resolved(checked.launched.size)
+    resolved = checked.config.resolved(checked.ranks.world_size)
     num_given = sum(map(checked.config.is_given, resolved))
     return f"{num_given} of {len(resolved)} keys given; all, with their sources, in {checked.output.plan.name}"
 

@@ -54,7 +54,7 @@ def train(checked: Checked, reporter: Reporter, open_engine: OpenEngine) -> Summ
 
 
 def _run(checked: Checked, voice: Voice, open_engine: OpenEngine) -> Summary:
-    speaks = checked.launched.speaks
+    speaks = checked.ranks.speaks
     with stop_request() as request, ExitStack() as stack:
         if speaks:
             stack.enter_context(held(checked.output))
@@ -93,7 +93,7 @@ def _in_the_places_of_rank_0(checked: Checked, together: Together) -> Checked:
 
 def _configuration(checked: Checked) -> dict[str, object]:
     """Return every key that counts with its value and where that comes from."""
-    return {path: sourced._asdict() for path, sourced in checked.config.resolved(checked.launched.size).items()}
+    return {path: sourced._asdict() for path, sourced in checked.config.resolved(checked.ranks.world_size).items()}
 
 
 def _write_trace(path: Path, recorder: Recorder, reporter: Reporter) -> None:
@@ -237,7 +237,7 @@ class Loop:
         """Return where rank 0 has written the weights."""
         self._reporter.phase("Writing the weights")
         path = None
-        if self._checked.launched.speaks:
+        if self._checked.ranks.speaks:
             path = str(save_weights(self._engine, self._checked.gpt, self._checked.output.weights))
         else:
             give_weights(self._engine)

@@ -13,7 +13,7 @@ from infinity.aio.select import Probe, probe
 from infinity.byte_sizes import format_bytes
 from infinity.checkpoint.completeness import latest, verify
 from infinity.checkpoint.manifest import MANIFEST, read_manifest
-from infinity.comm.launched import Launched
+from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import BatchSizes, Config
 from infinity.data.corpus import Corpus, open_corpus, require_sequences, standard_library
 from infinity.errors import CheckpointError, ConfigError, DoesNotFit, StorageError, SwapSpaceError
@@ -31,7 +31,6 @@ from infinity.train.voice import Voice
 # Bytes a parameter: weights; and the optimizer's: of the master what the weights do not hold, and two moments.
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OPTIMIZER_BYTES = {"bf16": 2 + 8, "fp16": 4 + 8, "fp32": 8}
-_ALONE = Launched()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Checked:
     probes: Mapping[Path, Probe]  # of these directories, by path
     host_limit: HostLimit
     undo: ExitStack  # removes the NVMe directories that were made for this run, where they are empty
-    launched: Launched
+    ranks: Ranks
     notes: tuple[str, ...]  # what was said so far
 
     @property
@@ -57,20 +56,20 @@ class Checked:
         return self.options.config
 
 
-def check_run(options: TrainOptions, reporter: Reporter, launched: Launched = _ALONE) -> Checked:
+def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK) -> Checked:
     """Check what `options` ask for and say what was chosen or is not available.
 
     Every rank checks for itself; what the ranks of a machine share (its memory and disks) is checked by one of them.
     Raises ConfigError, DataError, DoesNotFit, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
     """
     check_counts(options)
-    gpt, batch = preset(options.model), options.config.batch(launched.size)
+    gpt, batch = preset(options.model), options.config.batch(ranks.world_size)
     reporter = voice = Voice(reporter)
     for note in options.config.notes():
         reporter.note(note)
     corpus, eval_corpus = _open_data(options)
     output = Output(options.output) if options.output else default_output(options.model)
-    if launched.speaks:
+    if ranks.speaks:
         check_output(output)
         _check_trace(options.trace)
     resume_from = _find_checkpoint(options.resume, output, reporter)
@@ -78,8 +77,8 @@ def check_run(options: TrainOptions, reporter: Reporter, launched: Launched = _A
     with ExitStack() as undo:
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
         require_distinct(options.config.nvme_directories)
-        if launched.speaks_for_machine:
-            least, adopted_bytes = _least_bytes(options.config, parameter_count(gpt), launched), _adopted_bytes(resume_from)
+        if ranks.speaks_for_machine:
+            least, adopted_bytes = _least_bytes(options.config, parameter_count(gpt), ranks), _adopted_bytes(resume_from)
             _require_space(_nvme_bytes(options.config, least) - adopted_bytes, directories)
             _require_room(options, sum(least.values()) - adopted_bytes, limit, directories)
         probes = {facts.path: probe(facts.path, options.config.infinity.engine) for facts in directories}
@@ -97,7 +96,7 @@ def check_run(options: TrainOptions, reporter: Reporter, launched: Launched = _A
             probes,
             limit,
             undo.pop_all(),
-            launched,
+            ranks,
             tuple(voice.take_untold()),
         )
     return checked
@@ -108,18 +107,18 @@ def state_bytes(config: Config, num_parameters: int) -> int:
     return num_parameters * (_WEIGHT_BYTES[config.precision] + _OPTIMIZER_BYTES[config.precision])
 
 
-def least_nvme_bytes(config: Config, num_parameters: int, launched: Launched = _ALONE) -> int:
+def least_nvme_bytes(config: Config, num_parameters: int, ranks: Ranks = ONE_RANK) -> int:
     """Return the bytes that the states forced to NVMe need at least on this machine: without padding, spill, checkpoints."""
-    return _nvme_bytes(config, _least_bytes(config, num_parameters, launched))
+    return _nvme_bytes(config, _least_bytes(config, num_parameters, ranks))
 
 
-def _least_bytes(config: Config, num_parameters: int, launched: Launched) -> dict[StateKind, int]:
+def _least_bytes(config: Config, num_parameters: int, ranks: Ranks) -> dict[StateKind, int]:
     """Return the least bytes of weights and optimizer state on this machine: what a rank shares out counts as its part."""
     stage = config.zero_optimization.stage
     lowest = max(PARTITIONED) if stage is None else stage
     of_kind = {StateKind.PARAM: _WEIGHT_BYTES[config.precision], StateKind.OPTIM: _OPTIMIZER_BYTES[config.precision]}
     return {
-        kind: num_parameters * size * launched.local_size // (launched.size if is_partitioned(lowest, kind) else 1)
+        kind: num_parameters * size * ranks.local_world_size // (ranks.world_size if is_partitioned(lowest, kind) else 1)
         for kind, size in of_kind.items()
     }
 

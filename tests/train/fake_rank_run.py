@@ -11,7 +11,7 @@ from training_fakes import fake_group, fake_options
 
 from infinity.cli.failures import failures_explained
 from infinity.cli.leaving import failed_ranks_leave_at_once
-from infinity.comm.launched import launched
+from infinity.comm.launched import launched_ranks
 from infinity.comm.open_group import meet
 from infinity.errors import StorageError
 from infinity.train.loop import train
@@ -34,14 +34,14 @@ class Failing(Announcing):
 def main() -> None:
     """Run as one rank; what only this rank knows is a note of its preflight."""
     output, data, steps, step_seconds, fail_step = sys.argv[1:]
-    ranks = launched()
+    ranks = launched_ranks()
 
     def open_engine(checked: Checked, reporter: Reporter) -> Failing:
         reporter.note("every rank says this")
-        reporter.note(f"rank {ranks.rank} says this" if ranks.rank else "rank 0 begins")
+        reporter.note(f"rank {ranks.global_rank} says this" if ranks.global_rank else "rank 0 begins")
         rendezvous = meet(os.environ)
         assert rendezvous is not None
-        engine = Failing(float(step_seconds), group=fake_group(rendezvous.store, ranks.rank, ranks.size))
+        engine = Failing(float(step_seconds), group=fake_group(rendezvous.store, ranks.global_rank, ranks.world_size))
         engine.fail_step = int(fail_step)
         return engine
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from training_fakes import FakeEngine, Remembering, fake_group, fake_options
 
-from infinity.comm.launched import Launched, launched
+from infinity.comm.launched import ONE_RANK, Ranks, launched_ranks
 from infinity.errors import CommError, ConfigError
 from infinity.telemetry.jsonl import read_jsonl
 from infinity.train.loop import train
@@ -51,7 +51,7 @@ def run(size: int, output: Path, data: Path, **changes: Any) -> tuple[list[Summa
         try:
             place = output if rank == 0 else output.with_name(f"of-rank-{rank}")
             options = fake_options(place, data, batch_size=BATCH_SIZE, **changes)
-            checked = check_run(options, reporters[rank], Launched(rank, size, rank, size))
+            checked = check_run(options, reporters[rank], Ranks(rank, rank, size, size))
             results[rank] = train(checked, reporters[rank], open_engine)
         except Exception as error:  # noqa: BLE001 - the test says what it expected
             results[rank] = error
@@ -200,15 +200,15 @@ def test_a_failure_on_one_rank_ends_all_with_its_reason(tmp_path: Path, data: Pa
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        ({}, Launched()),
-        ({"WORLD_SIZE": "1", "LOCAL_RANK": "3"}, Launched()),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launched(3, 4, 1, 2)),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, Launched(3, 4, 3, 4)),
+        ({}, ONE_RANK),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "3"}, ONE_RANK),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Ranks(3, 1, 4, 2)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, Ranks(3, 3, 4, 4)),
     ],
 )
-def test_the_launcher_says_which_rank_this_is(environment: dict[str, str], found: Launched) -> None:
+def test_the_launcher_says_which_rank_this_is(environment: dict[str, str], found: Ranks) -> None:
     """torchrun's variables; without those of the machine all ranks are on one."""
-    assert launched(environment) == found
+    assert launched_ranks(environment) == found
 
 
 @pytest.mark.parametrize(
@@ -223,4 +223,4 @@ def test_the_launcher_says_which_rank_this_is(environment: dict[str, str], found
 def test_an_environment_that_names_no_rank_is_refused(environment: dict[str, str], words: str) -> None:
     """The variable is named with its value."""
     with pytest.raises(ConfigError, match=words):
-        launched(environment)
+        launched_ranks(environment)
