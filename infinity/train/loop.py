@@ -19,6 +19,7 @@ from infinity import __version__
 from infinity.data.sampler import EvenWindows, RandomWindows
 from infinity.memory.limits import peak_rss_bytes
 from infinity.models.presets import parameter_count
+from infinity.placement.plan import Link
 from infinity.states import Tier
 from infinity.telemetry.recorder import Recorder
 from infinity.telemetry.trace import write_chrome_trace
@@ -256,7 +257,7 @@ class Loop:
         self._carried.update(self._engine.recorder.take_counters())
 
     def _summary(self, weights: str | None) -> Summary:
-        checked, totals, ledger = self._checked, self._totals, self._engine.ledger
+        checked, totals, ledger, plan = self._checked, self._totals, self._engine.ledger, self._engine.plan
         moved = {name: getattr(totals, name) + self._carried[name] for name in _MOVED}
         read_bytes, write_bytes = moved["nvme_read_bytes"], moved["nvme_write_bytes"]
         facts = self._together.facts(
@@ -280,17 +281,20 @@ class Loop:
             tokens_per_second=totals.tokens / totals.seconds if totals.seconds else 0.0,
             **moved,
             nvme_bytes_per_second=(read_bytes + write_bytes) / totals.seconds if totals.seconds else 0.0,
-            nvme_predicted_bytes_per_second=self._engine.plan.nvme_bytes_per_second,
+            nvme_predicted_bytes_per_second=plan.nvme_bytes_per_second,
             unit_loads=totals.unit_loads,
             cpu_memory_peak_bytes=mine.cpu_memory_peak_bytes,
             rss_peak_bytes=mine.rss_peak_bytes,
+            predicted_bytes_between_ranks=sum(line.num_bytes for line in plan.links if line.link is Link.RANKS),
+            stage=plan.stage,
+            gradient_reduction=plan.gradient_reduction if self._together.size > 1 else None,
             num_ranks=self._together.size,
             ranks=facts,
-            placement=self._engine.plan.to_json(),
-            engine=self._engine.io.engine if self._engine.plan.uses_nvme else "none",
+            placement=plan.to_json(),
+            engine=self._engine.io.engine if plan.uses_nvme else "none",
             registered_files=self._engine.io.registered_files,
             registered_buffers=self._engine.io.registered_buffers,
-            checksums=self._engine.plan.uses_nvme and checked.config.infinity.checksums,
+            checksums=plan.uses_nvme and checked.config.infinity.checksums,
             precision=checked.config.precision,
             resumed_from=str(checked.resume_from) if checked.resume_from else None,
             checkpoint=self._saved[1] if self._saved else None,

@@ -12,6 +12,7 @@ from infinity.byte_sizes import format_bytes
 from infinity.train.reporter import Row, StepRecord
 
 _RECENT_STEPS = 10
+_REDUCTION_WORDS = {"boundary": "gradients reduced once a step", "micro_batch": "gradients reduced with every micro-batch"}
 
 
 @dataclass(slots=True)
@@ -99,6 +100,9 @@ class Summary:
     all_gather_bytes: int  # of rank 0, in steps
     reduce_scatter_bytes: int
     broadcast_bytes: int
+    predicted_bytes_between_ranks: int  # in each step
+    stage: int
+    gradient_reduction: str | None  # when gradients are summed over ranks; None on one
     cpu_memory_peak_bytes: int
     rss_peak_bytes: int
     num_ranks: int
@@ -135,6 +139,7 @@ class Summary:
                 io_words(self.engine, registered_files=self.registered_files, registered_buffers=self.registered_buffers),
             ),
             Row("NVMe", self._nvme_words()),
+            *self._link_rows(),
             *self._memory_rows(),
         ]
         if self.checkpoint:
@@ -142,6 +147,15 @@ class Summary:
         if self.weights:
             rows.append(Row("Weights", self.weights))
         return tuple(rows)
+
+    def _link_rows(self) -> tuple[Row, ...]:
+        if self.num_ranks == 1:
+            return ()
+        moved = self.all_gather_bytes + self.reduce_scatter_bytes + self.broadcast_bytes
+        per_step = moved // max(1, self.steps_in_this_process)
+        when = _REDUCTION_WORDS[self.gradient_reduction] if self.gradient_reduction else ""
+        said = f"{format_bytes(per_step)} a step (of {format_bytes(self.predicted_bytes_between_ranks)} planned), {when}"
+        return (Row("Between ranks", f"stage {self.stage}: {said}"),)
 
     def _memory_rows(self) -> tuple[Row, ...]:
         booked, resident = self.cpu_memory_peak_bytes, self.rss_peak_bytes

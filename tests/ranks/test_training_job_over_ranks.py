@@ -64,7 +64,7 @@ def test_a_job_on_two_ranks_trains_as_on_one(ranks: RankPool, tmp_path: Path, te
     assert [one["rank"] for one in written["ranks"]] == [0, 1]
     assert all(one["nvme_write_bytes"] > 0 and one["pss_peak_bytes"] > 0 for one in written["ranks"])
     moved = [sum(of) for of in zip(*(metrics(tmp_path / "together", name) for name in MOVED), strict=True)]
-    assert set(moved[1:]) == {written["collective_predicted_bytes_per_step"]}
+    assert set(moved[1:]) == {written["predicted_bytes_between_ranks"]}
     assert list_runs(nvme) == ()
 
 

@@ -100,6 +100,9 @@ def test_rank_0_alone_writes_and_sums_up_for_all(tmp_path: Path, data: Path) -> 
         assert len(file.keys()) == 5 * 6 + 3
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (written["num_ranks"], written["all_gather_bytes"], written["reduce_scatter_bytes"]) == (2, 90, 60)
+    assert (written["stage"], written["gradient_reduction"], written["predicted_bytes_between_ranks"]) == (1, "boundary", 50)
+    [words] = [row.value for row in reporters[0].rows if row.name == "Between ranks"]
+    assert words == "stage 1: 50 B a step (of 50 B planned), gradients reduced once a step"
     assert [one["rank"] for one in written["ranks"]] == [0, 1]
     assert all(one["pss_peak_bytes"] > 0 and one["nvme_read_bytes"] == 300 for one in written["ranks"])
     assert [row.name for row in reporters[0].rows if row.name.startswith("Memory")] == [

@@ -27,6 +27,7 @@ from infinity.engine.results import IoFacts
 from infinity.memory.ledger import Ledger
 from infinity.models.gpt import build_meta_gpt
 from infinity.models.presets import preset
+from infinity.placement.plan import Link, LinkLine
 from infinity.states import Tier
 from infinity.telemetry.recorder import Recorder
 from infinity.train.options import TrainOptions, resolve_config
@@ -65,6 +66,9 @@ class FakePlan:
 
     nvme_bytes_per_second = None
     uses_nvme = False
+    links = (LinkLine(Link.RANKS, "weights gathered", 50), LinkLine(Link.TO_GPU, "weights", 7))
+    stage = 1
+    gradient_reduction = "boundary"
 
     def to_json(self) -> dict[str, object]:
         return {"fake": True}
