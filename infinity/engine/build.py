@@ -299,7 +299,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         grad_dtype=grad_dtype,
         max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
     )
-    exchange = Exchange(Local(), device)
+    group = Local()
+    exchange = Exchange(group, device)
     masters = Masters(store, weights, exchange, ledger)
     persistence = Persistence(
         module=model,
@@ -338,6 +339,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             order=order,
             vertical=vertical,
             randomness=randomness,
+            group=group,
             updater=updater,
             optimizer=optimizer,
             lr_schedule=request.lr_schedule,

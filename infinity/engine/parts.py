@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.comm.group import Group
 from infinity.config import Config
 from infinity.config.batch import BatchSizes
 from infinity.engine.activations import ActivationMeter
@@ -43,6 +44,7 @@ class EngineParts:
     order: UnitOrder
     vertical: VerticalSchedule
     randomness: Randomness
+    group: Group
     updater: Updater
     optimizer: Optimizer
     lr_schedule: LrSchedule
