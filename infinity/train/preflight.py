@@ -114,11 +114,11 @@ def least_nvme_bytes(config: Config, num_parameters: int, ranks: Ranks = ONE_RAN
 
 def _least_bytes(config: Config, num_parameters: int, ranks: Ranks) -> dict[StateKind, int]:
     """Return the least bytes of weights and optimizer state on this machine: what a rank shares out counts as its part."""
-    stage = config.zero_optimization.stage
-    lowest = max(PARTITIONED) if stage is None else stage
+    given = [one for one in (config.zero_optimization.stage,) if one is not None]
     of_kind = {StateKind.PARAM: _WEIGHT_BYTES[config.precision], StateKind.OPTIM: _OPTIMIZER_BYTES[config.precision]}
+    is_shared = {kind: any(is_partitioned(stage, kind) for stage in given or PARTITIONED) for kind in of_kind}
     return {
-        kind: num_parameters * size * ranks.local_world_size // (ranks.world_size if is_partitioned(lowest, kind) else 1)
+        kind: num_parameters * size * ranks.local_world_size // (ranks.world_size if is_shared[kind] else 1)
         for kind, size in of_kind.items()
     }
 
