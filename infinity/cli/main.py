@@ -11,7 +11,6 @@ from infinity.cli.bench import app as bench
 from infinity.cli.clean import clean
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import failures_explained
-from infinity.cli.leaving import failed_ranks_leave_at_once
 from infinity.cli.plan import plan
 from infinity.cli.train import train
 
@@ -47,5 +46,5 @@ def root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    with failed_ranks_leave_at_once(), failures_explained():
+    with failures_explained():
         app()

@@ -31,8 +31,13 @@ class GlooCollectives:
         self._received = received  # for each bucket in flight: uint8 [size - 1, BUCKET_BYTES]
         self._total = total  # fp32, the elements of a bucket in the narrowest dtype
 
-    def all_gather(self, entry: Entry, shard: Tensor, into: Tensor) -> Handle[None]:
-        return self._line.submit(entry, lambda: self._all_gather(shard, into))
+    def all_gather(self, entry: Entry, shard: Tensor, into: Tensor, after: Handle[None] | None = None) -> Handle[None]:
+        def gather() -> None:
+            if after is not None:
+                after.wait()
+            self._all_gather(shard, into)
+
+        return self._line.submit(entry, gather)
 
     def reduce_scatter(self, entry: Entry, flat: Tensor, into: Tensor) -> Handle[None]:
         return self._line.submit(entry, lambda: self._reduce_scatter(flat, into))

@@ -42,8 +42,12 @@ class Group(Protocol):
         """The calls from now on belong to `step`: part of the order, and of what an error says."""
         ...
 
-    def all_gather(self, shard: Tensor, into: Tensor, *, what: str) -> Handle[None]:
-        """Fill `into` with every rank's shard. `shard` may be this rank's part of `into`. Any dtype."""
+    def all_gather(self, shard: Tensor, into: Tensor, *, what: str, after: Handle[None] | None = None) -> Handle[None]:
+        """Fill `into` with every rank's shard. `shard` may be this rank's part of `into`. Any dtype.
+
+        `after`: what fills `shard`; the data moves when that is done, in the order of the calls all the same. Over gloo the
+        caller does not wait for it. What it raises ends the group.
+        """
         ...
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, *, what: str) -> Handle[None]:

@@ -20,8 +20,10 @@ class Local:
     def begin_step(self, step: int) -> None:
         """Nothing to compare steps with."""
 
-    def all_gather(self, shard: Tensor, into: Tensor, *, what: str) -> Handle[None]:
+    def all_gather(self, shard: Tensor, into: Tensor, *, what: str, after: Handle[None] | None = None) -> Handle[None]:
         require_shards(shard, into, 1, what)
+        if after is not None:
+            after.wait()
         into.copy_(shard)
         return Ready(None)
 

@@ -53,7 +53,9 @@ class NativeCollectives:
         self._owns_default = owns_default
         self._error: CommError | None = None
 
-    def all_gather(self, entry: Entry, shard: Tensor, into: Tensor) -> Handle[None]:
+    def all_gather(self, entry: Entry, shard: Tensor, into: Tensor, after: Handle[None] | None = None) -> Handle[None]:
+        if after is not None:
+            after.wait()
         return self._handle(
             lambda: _named("all_gather_single", "all_gather_into_tensor")(into, shard, group=self._group, async_op=True),
             shard,

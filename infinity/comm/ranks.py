@@ -73,10 +73,10 @@ class RankGroup:
     def begin_step(self, step: int) -> None:
         self._order.begin_step(step)
 
-    def all_gather(self, shard: Tensor, into: Tensor, *, what: str) -> Handle[None]:
+    def all_gather(self, shard: Tensor, into: Tensor, *, what: str, after: Handle[None] | None = None) -> Handle[None]:
         require_shards(shard, into, self.size, what)
         self._count("all_gather_bytes", into)
-        return self._collectives.all_gather(self._admit("all_gather", into, what), shard, into)
+        return self._collectives.all_gather(self._admit("all_gather", into, what), shard, into, after)
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, *, what: str) -> Handle[None]:
         require_shards(into, flat, self.size, what)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.aio.select import Probe
-from infinity.comm.local import Local
+from infinity.comm.group import Group, minimum
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
@@ -25,6 +25,7 @@ from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
 from infinity.engine.engine import Engine
 from infinity.engine.exchange import Exchange
+from infinity.engine.gradient_path import open_gradient_path
 from infinity.engine.groups import Groups, put_into_place
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
@@ -45,9 +46,8 @@ from infinity.engine.planned import (
     residencies_of,
     shares_of,
 )
-from infinity.engine.ranks import Ranks
+from infinity.engine.ranks import Ranks, join_ranks
 from infinity.engine.reserve import (
-    open_device_gradient,
     open_gradient_slots,
     open_kept_weights,
     open_weight_slots,
@@ -56,8 +56,6 @@ from infinity.engine.results import IoFacts
 from infinity.engine.take_over import free_values, move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
 from infinity.engine.user_writes import UserWrites
-from infinity.engine.waiting_gradients import WaitingGradients
-from infinity.engine.waiting_sums import WaitingSums
 from infinity.errors import IllegalTransition
 from infinity.memory.base import measure_base
 from infinity.memory.device import ComputeDevice, open_compute_device
@@ -75,6 +73,7 @@ from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store, open_store
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.binding import root_bindings, unit_bindings
+from infinity.zero.gather import Copy, GatherParts
 from infinity.zero.gradients import GradientSums
 from infinity.zero.order import UnitOrder
 from infinity.zero.randomness import Randomness
@@ -113,23 +112,26 @@ def build_engine(
         lr_schedule = build_torch_schedule(lr_scheduler, optimizer.param_groups)
     allocator = tune_host_allocator()
     base_bytes = measure_base()
-    compute = open_compute_device()
+    compute, recorder = open_compute_device(), Recorder(max_spans=_MAX_SPANS)
     asked = placement or Placement.from_config(config)
     adopted = adoption(adopt, num_ranks=ranks.world_size) if adopt is not None else None
     recorded_bytes = adopted.cpu_memory_bytes if adopted is not None else None
-    pieces, plan = cut_and_plan(
-        lambda stage: cut(model, config, groups.index_of, stage=stage, ranks=ranks),
-        config,
-        asked,
-        compute,
-        ActivationSizes(activation_bytes, kept_bytes),
-        ranks,
-        recorded_bytes,
-    )
-    if adopted is not None:
-        adopted.require_shares([shares_of(unit) for unit in plan.units])
-    placed = tuple((layout, shares_of(unit)) for layout, unit in zip(pieces.layouts, plan.units, strict=True))
     with ExitStack() as undo, ExitStack() as resources:
+        group = join_ranks(compute.torch_device, recorder, resources)
+        pieces, plan = cut_and_plan(
+            lambda stage: cut(model, config, groups.index_of, stage=stage, ranks=ranks),
+            config,
+            asked,
+            compute,
+            ActivationSizes(activation_bytes, kept_bytes),
+            ranks,
+            recorded_bytes,
+            agree=lambda num_bytes: int(minimum(group, num_bytes, what="memory budget")),
+        )
+        shares = [shares_of(unit, layout) for unit, layout in zip(plan.units, pieces.layouts, strict=True)]
+        if adopted is not None:
+            adopted.require_shares(shares)
+        placed = tuple(zip(pieces.layouts, shares, strict=True))
         directories = open_directories(
             config,
             placed,
@@ -153,7 +155,9 @@ def build_engine(
             directories=directories,
             compute=compute,
             init=init,
-            run_name=run_name,
+            run_name=run_name if ranks.world_size == 1 else f"{run_name}-rank{ranks.global_rank}",
+            group=group,
+            recorder=recorder,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             adopted=adopted,
@@ -185,6 +189,8 @@ class EngineRequest:
     compute: ComputeDevice
     init: Initializer | None
     run_name: str
+    group: Group
+    recorder: Recorder
     optimizer: Optimizer
     lr_schedule: LrSchedule
     adopted: Adoption | None  # the checkpoint in place that is taken over
@@ -199,7 +205,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         compute_deterministically(resources)
     model_notes = settle_model(model, resources)
     ledger = Ledger({tier: budget for tier, budget in plan.budgets})
-    recorder = Recorder(max_spans=_MAX_SPANS)
+    recorder, group = request.recorder, request.group
+    is_split = any(layouts.is_split for layouts in pieces.unit_layouts)
     pin = config.pin_memory and compute.memory is not None
     grad_dtype = grad_dtype_of(config)
     placed, io_engine = request.placed, request.directories.engine
@@ -219,7 +226,8 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     )
     resources.callback(store.close, keep=True)
     kernel = open_kernel(num_threads=config.infinity.adam_threads)
-    slots = open_weight_slots(plan, ledger, compute, pin, resources)  # given back when the stream fills none any more
+    # Given back when the stream fills none any more.
+    slots = open_weight_slots(plan, ledger, compute, pin, resources, is_split=is_split)
     stream = open_update_stream(
         store=store,
         shards=placed,
@@ -233,19 +241,21 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     resources.callback(stream.close)
     gradient_slots = open_gradient_slots(plan, ledger, pin, resources)
     register_io_buffers(io_engine, store, stream, slots, gradient_slots, placed, resources)
+    values = InitialValues(request.init, group, device)
     if request.adopted is None:
-        _fill(store, pieces, InitialValues(request.init), slots)
+        _fill(store, pieces, values, slots)
     in_host_memory = {
         layout.index: buffer for layout in pieces.layouts if (buffer := store.weights(layout.index)) is not None
     }
     residency = residencies_of(pieces, plan)
     kept = {
-        index: open_kept_weights(in_host_memory[index], compute, ledger, resources)
+        index: open_kept_weights(in_host_memory[index], pieces.unit_layouts[index], compute, ledger, resources)
         for index, one in residency.items()
         if one is not Residency.ABSENT
     }
     shards = take_over(pieces, residency, kept, device, undo)
     move_buffers(model, compute, ledger, resources, undo)
+    values.share_buffers(model)
     resources.callback(refuse_loading(model))
     weights = Weights(
         shards,
@@ -253,30 +263,25 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         kept,
         in_host_memory,
         lambda shard, buffer, fetch: stream.load(shard, buffer, fetch=fetch),
+        GatherParts(group, transfers, has_device_memory=compute.memory is not None) if is_split else Copy(transfers),
         transfers,
         recorder,
     )
-    gradients = WaitingGradients(
+    gradient_path = open_gradient_path(
+        group=group,
         store=store,
-        layouts=pieces.layouts,
+        pieces=pieces,
+        plan=plan,
+        shards=shards,
         slots=gradient_slots,
         kernel=kernel,
         grad_dtype=grad_dtype,
         update_now=weights.update_now,
-        transfers=transfers,
-        on_device=open_device_gradient(pieces, compute, ELEMENT_BYTES[grad_dtype], ledger, resources),
-    )
-    waiting_sums = WaitingSums(
-        store=store,
-        layouts=pieces.layouts,
-        num_sums={layout.index: shares.num_sums for layout, shares in placed},
-        slots=gradient_slots,
-        gradients=gradients,
-        update_now=weights.update_now,
+        compute=compute,
         ledger=ledger,
+        resources=resources,
     )
-    resources.callback(waiting_sums.close)
-    sums = GradientSums(shards, gradients, waiting_sums)
+    gradients, sums = gradient_path.waiting, gradient_path.sums
     randomness = Randomness(config.seed, device)
     activations = open_activation_meter(
         ledger, compute, host_base_bytes=request.base_bytes, planned_bytes=plan.memory_bytes(Tier.CPU)
@@ -295,11 +300,12 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
         loss_scaler=loss_scaler,
+        agreement=gradient_path.agreement,
+        reduction=gradient_path.reduction,
         max_norm=config.gradient_clipping,
         grad_dtype=grad_dtype,
         max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
     )
-    group = Local()
     exchange = Exchange(group, device)
     masters = Masters(store, weights, exchange, ledger)
     persistence = Persistence(
@@ -340,6 +346,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             vertical=vertical,
             randomness=randomness,
             group=group,
+            agreement=gradient_path.agreement,
             updater=updater,
             optimizer=optimizer,
             lr_schedule=request.lr_schedule,
@@ -349,7 +356,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             batch=config.batch(request.ranks.world_size),
             ranks=request.ranks,
             io=IoFacts(io_engine.name, io_facts.registered_files, io_facts.registered_buffers),
-            notes=(*request.notes, *pieces.notes(), *model_notes, *io_facts.notes),
+            notes=(*request.notes, *model_notes, *io_facts.notes),
             resources=everything,
         )
     )

@@ -50,16 +50,23 @@ def find_loss(output: Any, micro_batch: Any, loss_fn: LossFunction | None) -> to
     return loss
 
 
-def coefficients(weights: Sequence[float] | None, num_micro_batches: int) -> list[float]:
-    """Return each micro-batch's share of the mean loss: equal, or in proportion to `weights` (token counts)."""
+def coefficients(
+    weights: Sequence[float] | None, num_micro_batches: int, num_ranks: int, total_of: Callable[[Sequence[float]], float]
+) -> list[float]:
+    """Return each micro-batch's share of the mean loss of all ranks: equal, or in proportion to `weights` (token counts).
+
+    `total_of` returns the sum of the weights of all ranks.
+    """
     if weights is None:
-        return [1.0 / num_micro_batches] * num_micro_batches
-    if len(weights) != num_micro_batches or not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
+        return [1.0 / (num_micro_batches * num_ranks)] * num_micro_batches
+    fit = len(weights) == num_micro_batches and all(0 <= weight < math.inf for weight in weights)
+    total = total_of(weights) if fit else 0.0
+    if total <= 0:
         raise ModelError(
             f"train_batch: weights {list(weights)} do not fit {num_micro_batches} micro-batches.",
             remedy="Give one number of at least 0 for each, not all 0.",
         )
-    return [weight / sum(weights) for weight in weights]
+    return [weight / total for weight in weights]
 
 
 def on_device(values: Any, device: torch.device) -> Any:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.comm.group import Group
 from infinity.config import Config
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
 from infinity.engine.familiar_loop import FamiliarLoop
@@ -128,11 +127,6 @@ class Engine:
         return self._parts.loss_scaler.scale
 
     @property
-    def group(self) -> Group:
-        """The ranks of the job, as this one sees them; every rank makes the same calls of it in the same order."""
-        return self._parts.group
-
-    @property
     def global_rank(self) -> int:
         return self._parts.ranks.global_rank
 
@@ -191,9 +185,12 @@ class Engine:
         """
         self._step.begin_anew("train_batch")
         batches, parts = listed(micro_batches), self._parts
-        shares = coefficients(weights, len(batches))
+        num_micro_batches, group = len(batches), parts.group
+        with self._step.failing_on_io():
+            shares = coefficients(weights, num_micro_batches, group.size, parts.agreement.total)
         gradients = [share * self.loss_scale for share in shares]  # of the step's scaled loss with respect to each
-        walking = [MicroBatch(index, index) for index in range(len(batches))]
+        first = group.rank * max(num_micro_batches, parts.batch.num_micro_batches)
+        walking = [MicroBatch(index, first + index) for index in range(num_micro_batches)]
 
         def forward_loss(walker: MicroBatch) -> torch.Tensor:
             micro_batch = on_device(batches[walker.index], parts.device)
@@ -207,10 +204,10 @@ class Engine:
                     losses = parts.vertical.run(forward_loss, walking, gradients)
                 else:
                     losses = run_horizontally(parts.walk, parts.weights, parts.order, forward_loss, walking, gradients)
-            except BaseException:
-                self._step.abandon()
+            except BaseException as error:
+                self._step.give_up(error)
                 raise
-        self._step.micro_steps += len(batches)
+        self._step.micro_steps += num_micro_batches
         return self._step.take([float(loss) for loss in losses], shares)
 
     # Horizontal, as users know it

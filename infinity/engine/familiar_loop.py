@@ -34,15 +34,15 @@ class FamiliarLoop:
         self._step.forget_failed_backward()
         self._step.begin_forward()
         forward = self._passes.begin_forward()
-        micro_batch = MicroBatch(forward.index, forward.index)
+        micro_batch = MicroBatch(forward.index, parts.group.rank * self._passes.num_micro_batches + forward.index)
         if forward.index == 0 and self._passes.sums_outlast:
             parts.walk.sums.outlast_micro_batches()
         with self._step.failing_on_io(), parts.randomness.borrowed():
             parts.walk.begin(micro_batch)
             try:
                 output = parts.module(*args, **kwargs)
-            except BaseException:
-                self._step.abandon()
+            except BaseException as error:
+                self._step.give_up(error)
                 raise
             finally:
                 parts.walk.end()
@@ -53,14 +53,15 @@ class FamiliarLoop:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
         """Backpropagate the loss of one micro-batch; return its part of the mean. An exception discards the step."""
-        share = self._share if scale_wrt_gas else 1.0
+        num_ranks = self._parts.group.size
+        share = self._share if scale_wrt_gas else 1.0 / num_ranks
         with self._step.failing_on_io():
             try:
                 self._parts.loss_scaler.backpropagate(loss, share, retain_graph=retain_graph)
-            except BaseException:
-                self._step.abandon()
+            except BaseException as error:
+                self._step.give_up(error)
                 raise
-        return loss.detach() * share
+        return loss.detach() * (share * num_ranks)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as `backward` would begin it, for the user's own `.backward()`."""
@@ -91,6 +92,7 @@ class FamiliarLoop:
         self._passes.finish()
         with self._step.failing_on_io():
             self._parts.walk.sums.finish()
+            self._parts.updater.share_touched()
 
     def require_no_graph(self, call: str) -> None:
         """Raise IllegalTransition while a backward is to come whose forward has used the weights."""
@@ -108,12 +110,13 @@ class FamiliarLoop:
         is_first = self._passes.num_backwards > num_before
 
         def ended() -> None:  # unless the backward has failed
+            with self._step.failing_on_io():
+                self._parts.walk.sums.backward_over()
             self._passes.end_backward(forward, keeps_graph=keeps_graph)
             self._step.micro_steps += is_first
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-        if self._passes.at_boundary and not keeps_graph:
-            self._parts.walk.sums.open()
+        self._parts.walk.sums.open(is_last=self._passes.at_boundary and not keeps_graph)
         return self._parts.loss_scaler.factor_left(self._share)
 
     def loss_begins(self) -> float:
@@ -122,5 +125,5 @@ class FamiliarLoop:
 
     @property
     def _share(self) -> float:
-        """The weight of one micro-batch in the step's mean loss."""
-        return 1.0 / self._parts.batch.num_micro_batches
+        """The weight of one micro-batch in the step's mean loss over all ranks."""
+        return 1.0 / (self._parts.batch.num_micro_batches * self._parts.group.size)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from infinity.comm.group import Group
 from infinity.errors import ModelError
 from infinity.handles import Handle
 from infinity.memory.arena import Buffer
@@ -23,17 +24,43 @@ Initializer = Callable[[nn.Module, str], None]
 
 
 class InitialValues:
-    """The values that a model holds, and those that an initializer gives its parameters on the meta device."""
+    """The values that a model holds, and those that an initializer gives its parameters on the meta device.
 
-    def __init__(self, initializer: Initializer | None) -> None:
+    On several ranks all values are those of rank 0, whatever the others hold.
+    """
+
+    def __init__(self, initializer: Initializer | None, group: Group, device: torch.device) -> None:
         self._initializer = initializer
+        self._group = group
+        self._device = device  # of the group's buffers
 
     def value(self, use: ParameterUse) -> torch.Tensor:
-        """Return the parameter's value in host memory, of any floating-point dtype.
+        """Return the parameter's value in host memory, of any floating-point dtype. Every rank asks in the same order.
 
         On the meta device, its own module alone is materialised, in fp32, and initialised. Raises ModelError where nothing
         says how.
         """
+        if self._group.size == 1:
+            return self._own_value(use)
+        if self._group.rank == 0:
+            value = self._own_value(use).to(self._device).contiguous()
+        else:
+            dtype = torch.float32 if use.parameter.is_meta else use.parameter.dtype
+            value = torch.empty(use.parameter.shape, dtype=dtype, device=self._device)
+        self._group.broadcast(value.view(-1), source=0, what=f"initial value of {use.name}").wait()
+        return value.cpu()
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Let every buffer of the model, where it computes already, have the value of rank 0's."""
+        if self._group.size == 1:
+            return
+        for name, buffer in model.named_buffers():
+            value = buffer.detach().to(self._device).contiguous().clone()
+            self._group.broadcast(value.view(-1), source=0, what=f"buffer {name}").wait()
+            with torch.no_grad():
+                buffer.copy_(value)
+
+    def _own_value(self, use: ParameterUse) -> torch.Tensor:
         if not use.parameter.is_meta:
             return use.parameter.detach().cpu()
         place = use.places[0]
@@ -68,7 +95,7 @@ class InitialValues:
 def fill_shard(
     store: Store, group: ParameterGroup, layout: ShardLayout, values: InitialValues, staging: Buffer
 ) -> Handle[None]:
-    """Write a group's initial weights and optimizer state. `staging` has room for the shard's weights.
+    """Write the initial weights and optimizer state that this rank owns of a group. `staging` has room for those weights.
 
     The handle is done when `staging` may be used again.
     """
@@ -84,11 +111,13 @@ def fill_shard(
     for number, section in enumerate(layout.sections):
         start, master = section.shard_byte_offset, masters.get(number)
         elements = flat[start : start + section.shard_elements * section.element_bytes].view(TORCH_DTYPES[section.dtype])
-        for segment in section.segments:
-            value = values.value(uses[segment.parameter]).reshape(-1)
-            value = value[segment.parameter_offset : segment.parameter_offset + segment.length]
-            run = slice(segment.offset, segment.offset + segment.length)
-            _store_value(section, value, elements[run], None if master is None else master[run])
+        for parameter, _, _ in section.parameters:  # all ranks ask for all of them
+            value = values.value(uses[parameter]).reshape(-1)
+            for segment in section.segments:
+                if segment.parameter == parameter:
+                    part = value[segment.parameter_offset : segment.parameter_offset + segment.length]
+                    run = slice(segment.offset, segment.offset + segment.length)
+                    _store_value(section, part, elements[run], None if master is None else master[run])
     for tile in layout.tiles:
         _publish_state(store, tile, layout.sections[tile.section].master_plane, masters.get(tile.section))
     return store.publish_weights(layout.index, weights)

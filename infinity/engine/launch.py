@@ -22,7 +22,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def init_distributed(dist_backend: str | None = None) -> None:
-    """Join the job's other ranks. One rank has none to join. Raises ConfigError where a launcher has started more."""
+    """Check what the launcher says; `initialize` joins the other ranks. Raises ConfigError for what is no number."""
     ranks_of_this_process()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from types import TracebackType
 
-from infinity.errors import IllegalTransition, InfinityError
+from infinity.comm.group import Group
+from infinity.errors import CommError, IllegalTransition, InfinityError
 from infinity.states import Lifecycle
 
 
@@ -33,10 +34,14 @@ MOVES = {
 
 
 class FailsOnIo:
-    """An error of storage or memory inside the block leaves the engine FAILED: states may be half updated."""
+    """An error of storage, memory or between ranks inside the block leaves the engine FAILED: states may be half updated.
 
-    def __init__(self, lifecycle: Lifecycle[EngineState]) -> None:
+    The other ranks hear of it.
+    """
+
+    def __init__(self, lifecycle: Lifecycle[EngineState], group: Group) -> None:
         self._lifecycle = lifecycle
+        self._group = group
 
     def __enter__(self) -> None:
         return
@@ -44,9 +49,10 @@ class FailsOnIo:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # The update stream refuses loads after its first error, which is what the user has to hear of.
         cause = error.__cause__ if isinstance(error, IllegalTransition) else error
-        if not (isinstance(cause, OSError | MemoryError) and isinstance(cause, InfinityError)):
+        if not (isinstance(cause, OSError | MemoryError | CommError) and isinstance(cause, InfinityError)):
             return
         if self._lifecycle.state not in ENDS:
             self._lifecycle.to(EngineState.FAILED)
+        self._group.fail(str(cause))
         if cause is not error:
             raise cause

@@ -9,8 +9,9 @@ import torch
 from infinity.engine.lifetime import ENDS, MOVES, EngineState, FailsOnIo
 from infinity.engine.parts import EngineParts
 from infinity.engine.passes import Passes
+from infinity.engine.ranks import reason_words
 from infinity.engine.results import StepResult, step_result
-from infinity.errors import ConfigError, Diverged, IllegalTransition
+from infinity.errors import ConfigError, Diverged, IllegalTransition, ModelError
 from infinity.states import Lifecycle
 
 
@@ -53,8 +54,8 @@ class OpenStep:
             self.abandon()
 
     def failing_on_io(self) -> FailsOnIo:
-        """Return the block in which an error of storage or memory ends the engine."""
-        return FailsOnIo(self.lifecycle)
+        """Return the block in which an error of storage, memory or between ranks ends the engine."""
+        return FailsOnIo(self.lifecycle, self.parts.group)
 
     # How it goes on and ends
 
@@ -71,13 +72,14 @@ class OpenStep:
         counters = parts.recorder.take_counters()  # before the update begins: what it moves is the next step's
         try:
             with self.failing_on_io():
-                update = parts.updater.step()
-        except (ConfigError, Diverged):  # before anything was touched
+                update = parts.updater.step(losses, shares)
+        except (ConfigError, Diverged, ModelError):  # before anything was touched, and on every rank
             self.abandon()
             raise
-        except BaseException:
+        except BaseException as error:
             if self.lifecycle.state not in ENDS:  # an interrupt, too: part of the update is made, or will be
                 self.lifecycle.to(EngineState.FAILED)
+            parts.group.fail(reason_words(error))
             raise
         parts.activations.book()
         self.global_steps += 1
@@ -86,7 +88,16 @@ class OpenStep:
         self.was_applied = not update.skipped
         self.passes.forget()
         self.lifecycle.to(EngineState.READY)
-        return step_result(self.global_steps, losses, shares, update, counters)
+        return step_result(self.global_steps, update, counters)
+
+    def give_up(self, error: BaseException) -> None:
+        """Forget a step that an exception has ended. Where others wait for this rank it cannot go on: they are told."""
+        if self.parts.group.size == 1:
+            self.abandon()
+            return
+        if self.lifecycle.state not in ENDS:
+            self.lifecycle.to(EngineState.FAILED)
+        self.parts.group.fail(reason_words(error))
 
     def abandon(self) -> None:
         """Forget the step: its forward passes and what was summed. The states are those of the step before."""
@@ -101,4 +112,4 @@ class OpenStep:
     def forget_failed_backward(self) -> None:
         """Discard the step if a plain `loss.backward()` failed: part of its gradient was summed already."""
         if self.passes.has_failed:
-            self.abandon()
+            self.give_up(IllegalTransition("A backward of this rank had failed."))

@@ -12,6 +12,7 @@ from infinity.comm.group import Group
 from infinity.config import Config
 from infinity.config.batch import BatchSizes
 from infinity.engine.activations import ActivationMeter
+from infinity.engine.agreement import Agreement
 from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
@@ -45,6 +46,7 @@ class EngineParts:
     vertical: VerticalSchedule
     randomness: Randomness
     group: Group
+    agreement: Agreement
     updater: Updater
     optimizer: Optimizer
     lr_schedule: LrSchedule

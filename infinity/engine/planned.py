@@ -24,7 +24,7 @@ from infinity.placement import (
 from infinity.placement.placement import AUTO, ShareChoice
 from infinity.placement.stages import PARTITIONED
 from infinity.states import Tier
-from infinity.store.layout import ELEMENT_BYTES
+from infinity.store.layout import ELEMENT_BYTES, ShardLayout
 from infinity.store.shares import ShardShares
 from infinity.zero.shard import Residency
 
@@ -53,17 +53,20 @@ def plan_for(
     activations: ActivationSizes,
     ranks: Ranks = ONE_RANK,
     recorded_cpu_bytes: int | None = None,
+    agree: Callable[[int], int] = int,
 ) -> Plan:
     """Return this rank's plan for a model that is cut for the placement's stage. Raises DoesNotFit and ConfigError.
+
+    `agree` makes a number of bytes that was measured on this rank one that all ranks have, so that they plan alike.
 
     RAM is the machine's and shared by its ranks. Without a budget of the configuration, `recorded_cpu_bytes` counts: that of
     this rank in the run whose swap files are taken over.
     """
     own, num_local = config.infinity, ranks.local_world_size
     cpu_bytes = own.cpu_memory // num_local if own.cpu_memory else recorded_cpu_bytes or plannable_host_bytes() // num_local
-    gpu_bytes = None
+    cpu_bytes, gpu_bytes = agree(cpu_bytes), None
     if compute.memory is not None:
-        gpu_bytes = own.gpu_memory or int(compute.memory.free_bytes() * (1 - HEADROOM_SHARE))
+        gpu_bytes = agree(own.gpu_memory or int(compute.memory.free_bytes() * (1 - HEADROOM_SHARE)))
     compute_bytes = cpu_bytes if gpu_bytes is None else gpu_bytes
     request = PlanRequest(
         units=pieces.sizes(activations.kept_bytes),
@@ -95,6 +98,7 @@ def cut_and_plan(
     activations: ActivationSizes,
     ranks: Ranks,
     recorded_cpu_bytes: int | None = None,
+    agree: Callable[[int], int] = int,
 ) -> tuple[CutModel, Plan]:
     """Return the model as it is cut for a stage, and the plan: the stage that is asked for, or the best one.
 
@@ -105,7 +109,7 @@ def cut_and_plan(
     def plan_at(stage: int) -> Plan:
         cuts[stage] = cut_at(stage)
         asked = replace(placement, stage=stage)
-        return plan_for(cuts[stage], config, asked, compute, activations, ranks, recorded_cpu_bytes)
+        return plan_for(cuts[stage], config, asked, compute, activations, ranks, recorded_cpu_bytes, agree)
 
     given = [one for one in (placement.stage, config.zero_optimization.stage) if one is not None]
     if not given and ranks.world_size == 1:  # all stages are one
@@ -131,9 +135,10 @@ def _names_gpu(optim: ShareChoice) -> bool:
     return optim != AUTO and any(tier is Tier.GPU for tier, _ in optim)
 
 
-def shares_of(unit: UnitPlan) -> ShardShares:
-    """Return what the store needs to know of a unit's plan."""
-    return ShardShares(unit.params, unit.grads, unit.resident_tiles, unit.num_sums)
+def shares_of(unit: UnitPlan, layout: ShardLayout) -> ShardShares:
+    """Return what the store needs to know of a unit's plan; `layout` is what this rank owns of it."""
+    num_sum_elements = 0 if unit.num_sum_elements == layout.num_state_elements else unit.num_sum_elements
+    return ShardShares(unit.params, unit.grads, unit.resident_tiles, unit.num_sums, num_sum_elements)
 
 
 def residencies_of(pieces: CutModel, plan: Plan) -> dict[int, Residency]:

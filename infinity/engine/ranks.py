@@ -1,12 +1,21 @@
-"""Which rank this process is. Training over several ranks is refused here until it is there."""
+"""Which rank this process is, and how it joins the others."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 
-from infinity.errors import ConfigError
+import torch
+
+from infinity.comm.group import Group
+from infinity.comm.open_group import meet, open_group
+from infinity.errors import ConfigError, InfinityError
+from infinity.memory.limits import rss_bytes
+from infinity.telemetry.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +32,43 @@ ONE_RANK = Ranks(global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
 def ranks_of_this_process(environment: Mapping[str, str] | None = None) -> Ranks:
-    """Return the ranks that a launcher says. Raises ConfigError where it has started more than one."""
+    """Return the ranks that a launcher says (torchrun's variables); without one, one rank. Raises ConfigError.
+
+    Without LOCAL_WORLD_SIZE all ranks are taken to be on this machine.
+    """
     said = os.environ if environment is None else environment
-    world_size = int(said.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size}, but infinity trains on one rank: every process would train a model of its own.",
-            remedy="Start one process, without a launcher.",
-        )
-    return Ranks(0, int(said.get("LOCAL_RANK", "0")), world_size, local_world_size=1)
+    world_size = _number(said, "WORLD_SIZE", 1)
+    if world_size == 1:
+        return Ranks(0, _number(said, "LOCAL_RANK", 0), 1, 1)
+    rank = _number(said, "RANK", 0)
+    return Ranks(rank, _number(said, "LOCAL_RANK", rank), world_size, _number(said, "LOCAL_WORLD_SIZE", world_size))
+
+
+def join_ranks(device: torch.device, recorder: Recorder, resources: ExitStack) -> Group:
+    """Open the group of this process's ranks; `resources` leaves it: after an exception the others are told.
+
+    Raises ConfigError and CommError.
+    """
+    group = open_group(meet(os.environ), device=device, recorder=recorder, resident_bytes=rss_bytes)
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        reason = error or getattr(sys, "last_value", None)  # the latter: at the end of a program that an exception ended
+        if reason is None:
+            group.close()
+        else:
+            group.fail(reason_words(reason))
+
+    resources.push(leave)
+    return group
+
+
+def reason_words(error: BaseException) -> str:
+    """Return what other ranks are told of an error."""
+    return str(error) if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    said = environment.get(name, str(default))
+    if not said.isdigit():
+        raise ConfigError(f"{name} is {said!r}, not a number.", remedy="Start the ranks with a launcher.")
+    return int(said)

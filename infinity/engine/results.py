@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -16,6 +16,8 @@ class UpdateResult:
     loss_scale: float  # losses were multiplied by it; 1 but in fp16
     skipped: bool  # a gradient was not finite: no state was touched
     first_not_finite: str | None = None  # the parameter where backward met that first
+    losses: tuple[float, ...] = ()  # of every micro-batch of all ranks, where they are known
+    loss: float = 0.0  # their weighted mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,8 @@ class StepResult:
     """
 
     step: int  # counted from 1
-    loss: float  # weighted mean over the micro-batches
-    losses: tuple[float, ...]
+    loss: float  # weighted mean over the micro-batches of all ranks
+    losses: tuple[float, ...]  # by rank
     grad_norm: float
     clip_coefficient: float
     lr: float
@@ -52,14 +54,12 @@ class IoFacts:
     registered_buffers: bool  # and every buffer that a step's I/O goes through
 
 
-def step_result(
-    step: int, losses: Sequence[float], shares: Sequence[float], update: UpdateResult, counters: Mapping[str, int]
-) -> StepResult:
+def step_result(step: int, update: UpdateResult, counters: Mapping[str, int]) -> StepResult:
     """Return the report of a step; `counters` are those that the recorder has counted while it ran."""
     return StepResult(
         step=step,
-        loss=sum(loss * share for loss, share in zip(losses, shares, strict=True)),
-        losses=tuple(losses),
+        loss=update.loss,
+        losses=update.losses,
         grad_norm=update.grad_norm,
         clip_coefficient=update.clip_coefficient,
         lr=update.lr,

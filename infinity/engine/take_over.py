@@ -15,7 +15,8 @@ from infinity.memory.device import ComputeDevice
 from infinity.memory.ledger import Ledger
 from infinity.placement import Owner
 from infinity.states import Tier
-from infinity.store.layout import ParameterSpec, ShardLayout
+from infinity.store.layout import ParameterSpec
+from infinity.store.unit_size import UnitLayouts
 from infinity.zero.absent import AbsentParameter
 from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
 from infinity.zero.units import ParameterGroup
@@ -48,19 +49,19 @@ def take_over(
     `undo` gets what puts the model back as it was; it holds the values until then.
     """
     shards = []
-    for group, layout in zip(pieces.groups, pieces.layouts, strict=True):
-        residency = residencies[layout.index]
+    for group, layouts in zip(pieces.groups, pieces.unit_layouts, strict=True):
+        residency = residencies[group.index]
         if residency is Residency.RESIDENT:
-            outside: Mapping[str, nn.Parameter] = _resident_parameters(group, layout, kept[layout.index], undo)
+            outside: Mapping[str, nn.Parameter] = _resident_parameters(group, layouts, kept[group.index], undo)
         else:
-            outside = {spec.name: _absent(spec, layout.name, device) for spec in layout.specs}
+            outside = {spec.name: _absent(spec, group.name, device) for spec in layouts.whole.specs}
         for use in group.uses:
             for place in use.places:
                 undo.callback(place.module._parameters.__setitem__, place.attribute, use.parameter)
                 place.module._parameters[place.attribute] = outside[use.name]
                 undo.callback(_TAKEN.discard, place.module)
                 _TAKEN.add(place.module)
-        shards.append(Shard(group, layout, residency, outside))
+        shards.append(Shard(group, layouts, residency, outside))
     return tuple(shards)
 
 
@@ -72,9 +73,11 @@ def free_values(shards: Sequence[Shard]) -> None:
                 use.parameter.data = use.parameter.data.new_empty(0)
 
 
-def _resident_parameters(group: ParameterGroup, layout: ShardLayout, slot: Slot, undo: ExitStack) -> dict[str, nn.Parameter]:
+def _resident_parameters(
+    group: ParameterGroup, layouts: UnitLayouts, slot: Slot, undo: ExitStack
+) -> dict[str, nn.Parameter]:
     """Return the user's own parameters over the kept weights; new ones for those on the meta device."""
-    views = Shard(group, layout, Residency.RESIDENT, {}).views(slot.device)
+    views = Shard(group, layouts, Residency.RESIDENT, {}).views(slot.device)
     found = {}
     for use in group.uses:
         if use.parameter.is_meta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from infinity.engine.agreement import Agreement
 from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
@@ -15,6 +16,7 @@ from infinity.errors import Diverged
 from infinity.optim.grad_norm import clip_coefficient, global_norm
 from infinity.optim.hyper import UpdateStep
 from infinity.optim.stream import UpdateStream
+from infinity.zero.reduction import RankReduction
 from infinity.zero.shard import Residency, Shard
 from infinity.zero.weights import Weights
 
@@ -33,6 +35,8 @@ class Updater:
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         loss_scaler: LossScaler,
+        agreement: Agreement,
+        reduction: RankReduction | None,
         max_norm: float,
         grad_dtype: str,
         max_skipped_in_a_row: int,
@@ -45,26 +49,30 @@ class Updater:
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
         self._loss_scaler = loss_scaler
+        self._agreement = agreement
+        self._reduction = reduction
         self._max_norm = max_norm
         self._grad_dtype = grad_dtype
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._num_skipped_in_a_row = 0  # with one loss scale: a lower one is a new chance
 
-    def step(self) -> UpdateResult:
+    def step(self, losses: Sequence[float] = (), shares: Sequence[float] = ()) -> UpdateResult:
         """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched.
 
+        `losses` are those of this rank's micro-batches and `shares` their part in the mean over all ranks.
         Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
         """
         self._optimizer.require_groups()
         lr = self._lr_schedule.lr
         self._lr_schedule.apply(self._optimizer.param_groups)
         hyper = self._optimizer.hyper()
-        facts = self._gradients.take_facts()
+        agreed = self._agreement.step(self._gradients.take_facts(), losses, shares)
+        facts = agreed.gradients
         scale = self._loss_scaler.scale
         norm = global_norm(facts.sums_of_squares) / scale
         if not math.isfinite(norm):
             self._count_skip(facts.first_not_finite)
-            return UpdateResult(norm, 0.0, lr, scale, skipped=True, first_not_finite=facts.first_not_finite)
+            return UpdateResult(norm, 0.0, lr, scale, True, facts.first_not_finite, agreed.losses, agreed.loss)
         self._num_skipped_in_a_row = 0
         self._loss_scaler.applied()
         coefficient = clip_coefficient(norm, self._max_norm) if self._max_norm > 0 else 1.0
@@ -78,7 +86,7 @@ class Updater:
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
         self._lr_schedule.advance()
         self._weights.rewind()
-        return UpdateResult(norm, coefficient, lr, scale, skipped=False)
+        return UpdateResult(norm, coefficient, lr, scale, False, None, agreed.losses, agreed.loss)
 
     def finish_pending(self) -> None:
         """Make the updates that the step before left, for units that were not called since."""
@@ -90,8 +98,14 @@ class Updater:
         self._stream.drain()
         self._user_writes.take_in()
 
+    def share_touched(self) -> None:
+        """Let the gradients that other ranks have count here, before they are read or set."""
+        self._gradients.share_touched(self._agreement.touched(self._gradients.touched))
+
     def discard(self) -> None:
         """Forget the gradients of a step that failed."""
+        if self._reduction is not None:
+            self._reduction.discard()
         self._gradients.discard()
 
     def _count_skip(self, parameter: str | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from infinity.engine.spread import GradientSpread
 from infinity.errors import IllegalTransition, InfinityError
 from infinity.handles import Handle
 from infinity.memory.pool import BufferPool, Lease
@@ -17,6 +18,7 @@ from infinity.optim.kernel import AdamKernel, GradientRun, SquareSums
 from infinity.store.extents import gradient_window
 from infinity.store.layout import ShardLayout
 from infinity.store.store import Store
+from infinity.store.unit_size import UnitLayouts
 from infinity.zero.gradients import FinalRun, fill
 from infinity.zero.shard import TORCH_DTYPES
 
@@ -44,7 +46,10 @@ class _Leaving:
 
 
 class WaitingGradients:
-    """Where the sums of zero put final gradients (GradientTarget). One thread; the buffers are the store's or a slot's.
+    """Where final gradients go: zero's GradientTarget on one rank, its PartTarget on several.
+
+    One thread; the buffers are the store's or a slot's. What is rounded and measured is this rank's part; in stage 0 the
+    whole is put together from all ranks' then.
 
     On a device with memory of its own one buffer is filled there; while the next unit's backward runs, it is copied to the
     host, and before it is filled again the copy is measured.
@@ -54,7 +59,8 @@ class WaitingGradients:
         self,
         *,
         store: Store,
-        layouts: Sequence[ShardLayout],
+        layouts: Sequence[UnitLayouts],
+        spread: GradientSpread | None,
         slots: BufferPool | None,
         kernel: AdamKernel,
         grad_dtype: str,
@@ -63,7 +69,9 @@ class WaitingGradients:
         on_device: torch.Tensor | None,
     ) -> None:
         self._store = store
-        self._layouts = layouts
+        self._layouts = tuple(one.owned for one in layouts)
+        self._parts = tuple(one.part for one in layouts)
+        self._spread = spread  # where several ranks own the whole
         self._slots = slots  # for spilled gradients on their way out
         self._kernel = kernel
         self._grad_dtype = grad_dtype
@@ -77,6 +85,20 @@ class WaitingGradients:
         self._first_not_finite: str | None = None
         self._writes: list[Handle[None]] = []
 
+    @property
+    def sums_micro_batches(self) -> bool:
+        """False: see GradientTarget."""
+        return False
+
+    def begin_micro_batches(self) -> None:
+        """Nothing: sums that wait for other micro-batches are zero's."""
+
+    def settle(self) -> None:
+        """Nothing: what was published is in its place, or on its way from the device's one buffer."""
+
+    def finish(self) -> None:
+        """Nothing: `take_facts` waits."""
+
     def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
         """Let the final gradient go to where it waits; see GradientTarget."""
         self._update_now([shard])  # the last step's gradient may still be needed where its unit was not called since
@@ -86,13 +108,17 @@ class WaitingGradients:
             return
         dtype, num_elements = TORCH_DTYPES[self._grad_dtype], self._layouts[shard].num_state_elements
         filled = self._on_device[: num_elements * dtype.itemsize].view(dtype)
-        fill(filled, runs)
+        if self._spread is None:
+            fill(filled, runs)
+        else:
+            fill(self._spread.part(shard), runs)
+            self._spread.send(shard, filled).wait()
         self._leaving = _Leaving(shard, touched, self._transfers.to_host(filled, self._host(shard)))
         if self._leaving.arrived.done():
             self._settle()
 
     def publish_sum(self, shard: int, total: torch.Tensor, touched: frozenset[str], lease: Lease | None) -> None:
-        """Round a total of host memory, fp32 [num_state_elements], to the gradient that waits; they may begin at one place.
+        """Round a total of host memory, fp32 [this rank's part], to the gradient that waits; they may begin at one place.
 
         A spilled gradient leaves through the given lease of a slot.
         """
@@ -106,9 +132,16 @@ class WaitingGradients:
         native = [
             GradientRun(run.start, run.values.numel(), run.values.data_ptr(), _DTYPE_NAMES[run.values.dtype]) for run in runs
         ]
-        address, num_elements = self._host(shard).data_ptr(), self._layouts[shard].num_state_elements
-        sums = self._kernel.round_gradient(native, address, num_elements, self._grad_dtype)
-        self._wait_or_leave(shard, sums, touched)
+        rounded = self._host(shard) if self._spread is None else self._spread.part(shard)
+        sums = self._kernel.round_gradient(native, rounded.data_ptr(), rounded.numel(), self._grad_dtype)
+        self._note(shard, rounded, sums)
+        if self._spread is not None:
+            spread = self._spread.send(shard, self._host(shard))
+            if shard in self._leases:  # it is written out as a whole
+                spread.wait()
+            else:
+                self._writes.append(spread)
+        self._wait_or_leave(shard, touched)
 
     def _settle(self) -> None:
         """Measure the gradient that comes from the device when it is there."""
@@ -116,16 +149,23 @@ class WaitingGradients:
             return
         leaving, self._leaving = self._leaving, None
         leaving.arrived.wait()
-        address, num_elements = self._host(leaving.shard).data_ptr(), self._layouts[leaving.shard].num_state_elements
-        sums = self._kernel.gradient_statistics(address, num_elements, self._grad_dtype)
-        self._wait_or_leave(leaving.shard, sums, leaving.touched)
+        self._measure(leaving.shard)
+        self._wait_or_leave(leaving.shard, leaving.touched)
 
-    def _wait_or_leave(self, shard: int, sums: SquareSums, touched: frozenset[str]) -> None:
-        """Let the gradient wait where it is, or write it out."""
+    def _measure(self, shard: int) -> None:
+        """Measure this rank's part of a gradient that is in its place."""
+        whole = self._host(shard)
+        part = whole if self._spread is None else self._spread.collect(shard, whole)
+        self._note(shard, part, self._kernel.gradient_statistics(part.data_ptr(), part.numel(), self._grad_dtype))
+
+    def _note(self, shard: int, part: torch.Tensor, sums: SquareSums) -> None:
         sum_of_squares = combine_partials(sums.partials)
         if not math.isfinite(sum_of_squares) and self._first_not_finite is None:
-            self._first_not_finite = _first_not_finite(self._layouts[shard], self._host(shard))
+            self._first_not_finite = _first_not_finite(self._parts[shard], part)
         self._sums_of_squares[shard] = sum_of_squares
+
+    def _wait_or_leave(self, shard: int, touched: frozenset[str]) -> None:
+        """Let the gradient wait where it is, or write it out."""
         self._touched[shard] = touched
         lease = self._leases.pop(shard, None)
         if lease is not None:
@@ -137,13 +177,26 @@ class WaitingGradients:
             lease.release_after(write)
             self._writes.append(write)
 
-    def take_facts(self) -> GradientFacts:
-        """Wait until every gradient is in its place; return what is known of them and begin anew."""
+    @property
+    def touched(self) -> dict[int, frozenset[str]]:
+        """By shard, the parameters whose gradient waits."""
+        return dict(self._touched)
+
+    def share_touched(self, touched: Mapping[int, frozenset[str]]) -> None:
+        """Let parameters count as touched that other ranks have touched."""
+        self._touched.update(touched)
+
+    def _arrive(self) -> None:
+        """Wait until every gradient is in its place."""
         self._settle()
         for write in self._writes:
             write.wait()
-        facts = GradientFacts(tuple(self._sums_of_squares), self._touched, self._first_not_finite)
         self._writes.clear()
+
+    def take_facts(self) -> GradientFacts:
+        """Wait until every gradient is in its place; return what is known of them and begin anew."""
+        self._arrive()
+        facts = GradientFacts(tuple(self._sums_of_squares), self._touched, self._first_not_finite)
         self._sums_of_squares = [0.0] * len(self._layouts)
         self._touched = {}
         self._first_not_finite = None
@@ -151,7 +204,7 @@ class WaitingGradients:
 
     def read(self, shard: int, parameter: str) -> torch.Tensor | None:
         """Return a copy of this rank's part of a finished gradient, 1-D of grad_dtype; None where this step has none."""
-        self._settle()
+        self._arrive()
         if parameter not in self._touched.get(shard, ()):
             return None
         lease = self._fetch_spilled(shard)
@@ -167,7 +220,7 @@ class WaitingGradients:
 
         Raises IllegalTransition for a parameter without a gradient in this step.
         """
-        self._settle()
+        self._arrive()
         touched = self._touched.get(shard, frozenset())
         if parameter not in touched:
             raise IllegalTransition(
@@ -182,8 +235,8 @@ class WaitingGradients:
         self._sums_of_squares[shard] = 0.0
         if all(math.isfinite(total) for total in self._sums_of_squares):
             self._first_not_finite = None  # what was not finite has been replaced
-        sums = self._kernel.gradient_statistics(flat.data_ptr(), flat.numel(), self._grad_dtype)
-        self._wait_or_leave(shard, sums, touched)
+        self._measure(shard)
+        self._wait_or_leave(shard, touched)
 
     def _fetch_spilled(self, shard: int) -> Lease | None:
         """Bring a spilled gradient back into a slot, where `_host` finds it; the slot, or nothing where it is resident."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import IllegalTransition, OverBudget
 from infinity.handles import AllOf, Handle
 from infinity.memory.arena import Buffer, open_arena
@@ -24,6 +23,9 @@ from infinity.states import Tier
 from infinity.store.extents import sum_bytes
 from infinity.store.layout import ShardLayout
 from infinity.store.store import Store
+
+# Takes a shard's total, its touched parameters, and the lease of the slot that the total is in, if any: to be given back.
+PublishTotal = Callable[[int, torch.Tensor, frozenset[str], Lease | None], None]
 
 
 @dataclass(slots=True)
@@ -48,15 +50,15 @@ class WaitingSums:
         layouts: Sequence[ShardLayout],
         num_sums: Mapping[int, int],
         slots: BufferPool | None,
-        gradients: WaitingGradients,
+        publish: PublishTotal,
         update_now: Callable[[Sequence[int]], None],
         ledger: Ledger,
     ) -> None:
         self._store = store
-        self._layouts = layouts
+        self._layouts = layouts  # of the sums: the whole unit, or this rank's part
         self._num_sums = num_sums  # by shard: those that the plan knows of
         self._slots = slots
-        self._gradients = gradients
+        self._publish = publish
         self._update_now = update_now
         self._ledger = ledger
         self._held: _Held | None = None
@@ -79,7 +81,7 @@ class WaitingSums:
         lease = None
         if self._held is not None and self._held.shard == shard:
             lease, self._held = self._held.lease, None
-        self._gradients.publish_sum(shard, total, touched, lease)
+        self._publish(shard, total, touched, lease)
 
     def discard(self) -> None:
         """Give the slot back; what is in it is worth nothing."""

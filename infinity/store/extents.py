@@ -91,14 +91,14 @@ def _sizes_of(layout: ShardLayout, shares: ShardShares, grad_element_bytes: int)
     )
 
 
-def sum_bytes(layout: ShardLayout) -> int:
-    """Return the bytes of one fp32 sum of the shard's gradient, in whole pages."""
-    return layout.grad_bytes(ELEMENT_BYTES["float32"])
+def sum_bytes(layout: ShardLayout, num_elements: int = 0) -> int:
+    """Return the bytes of one fp32 sum of `num_elements`, by default the shard's gradient, in whole pages."""
+    return round_up((num_elements or layout.num_state_elements) * ELEMENT_BYTES["float32"], PAGE_BYTES)
 
 
 def waiting_bytes(layout: ShardLayout, shares: ShardShares, grad_element_bytes: int) -> int:
     """Return the bytes in which a shard's gradient waits, finished or as sums, in whole pages."""
-    return max(layout.grad_bytes(grad_element_bytes), shares.num_sums * sum_bytes(layout))
+    return max(layout.grad_bytes(grad_element_bytes), shares.num_sums * sum_bytes(layout, shares.num_sum_elements))
 
 
 def plan_resident_extents(shards: Shards) -> ExtentTable:

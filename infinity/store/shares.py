@@ -15,3 +15,4 @@ class ShardShares:
     grads: Tier
     resident_tiles: frozenset[int]  # indices of the tiles of optimizer state that stay in RAM
     num_sums: int = 0  # fp32 sums of the gradient that wait, before it is finished, where it then waits itself
+    num_sum_elements: int = 0  # of each: the whole unit's where they are summed over ranks later; 0: the shard's

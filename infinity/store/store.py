@@ -128,15 +128,17 @@ class Store:
 
     def publish_sum(self, shard: int, number: int, source: Buffer) -> Handle[None]:
         """Make the first bytes of `source` one of the shard's `num_sums` sums; it is in use until the handle is done."""
-        cells = self._shard(shard)
-        num_bytes = sum_bytes(cells.layout)
+        cells, num_bytes = self._shard(shard), self._sum_bytes(shard)
         return cells.gradients.write(source, offset=number * num_bytes, num_bytes=num_bytes)
 
     def fetch_sum(self, shard: int, number: int, into: Buffer) -> Handle[None]:
         """Read one of the shard's sums into the start of `into`."""
-        cells = self._shard(shard)
-        num_bytes = sum_bytes(cells.layout)
+        cells, num_bytes = self._shard(shard), self._sum_bytes(shard)
         return cells.gradients.read(into, offset=number * num_bytes, num_bytes=num_bytes)
+
+    def _sum_bytes(self, shard: int) -> int:
+        layout, shares = self._shards[shard]
+        return sum_bytes(layout, shares.num_sum_elements)
 
     def sync(self) -> None:
         """Wait for every write and make it durable. Raises the first error of a write."""

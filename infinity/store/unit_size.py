@@ -26,6 +26,11 @@ class UnitLayouts:
         return self.owned is not self.whole
 
 
+def undivided(whole: ShardLayout) -> UnitLayouts:
+    """Return the layouts of the only rank."""
+    return UnitLayouts(whole, whole, whole, gathers_weights=False)
+
+
 def unit_layouts(
     index: int,
     name: str,
@@ -43,7 +48,7 @@ def unit_layouts(
     """
     whole = whole_layout(index, name, specs, tile_elements=tile_elements, world_size=num_ranks)
     if num_ranks == 1:
-        return UnitLayouts(whole, whole, whole, gathers_weights=False)
+        return undivided(whole)
     part = shard_layout(index, name, specs, tile_elements=tile_elements, world_size=num_ranks, rank=rank)
     return UnitLayouts(
         owned=part if is_partitioned(stage, StateKind.OPTIM) else whole,

@@ -17,6 +17,7 @@ from infinity.errors import IllegalTransition
 from infinity.zero.lasting_sums import LastingSums, SumsPlace, lasting_sums
 from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Shard
+from infinity.zero.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,29 @@ class FinalRun:
 class GradientTarget(Protocol):
     """Takes the final gradient of a shard, to the tier where it waits for the update."""
 
+    @property
+    def sums_micro_batches(self) -> bool:
+        """Whether every micro-batch's gradient is taken by itself, where they would otherwise be summed here."""
+        ...
+
     def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
         """Round the runs to grad_dtype, to nearest even and once; the gradient is zero where no run is. They ascend.
 
-        `touched` names the parameters that received a gradient. Not called where none did.
+        Runs lie in the whole unit. `touched` names the parameters that received a gradient. Not called where none did, but
+        where shards have turns.
         """
+        ...
+
+    def begin_micro_batches(self) -> None:
+        """A step begins that brings each shard once for every micro-batch."""
+        ...
+
+    def settle(self) -> None:
+        """Let go of every buffer that what was published is still in."""
+        ...
+
+    def finish(self) -> None:
+        """All has been published: when this returns, every gradient is where it waits or on its way there."""
         ...
 
 
@@ -73,25 +92,36 @@ class GradientSums:
     Owner: the schedule. One thread. After an exception: `discard` drops everything.
     """
 
-    def __init__(self, shards: Sequence[Shard], target: GradientTarget, place: SumsPlace | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], target: GradientTarget, place: SumsPlace | None = None, turns: Turns | None = None
+    ) -> None:
         self._shards = shards
         self._target = target
         self._place = place  # for sums that outlast micro-batches; None: they stay as they are
+        self._turns = turns  # None: one rank, which waits for nobody
         self._lasting_in: SumsPlace | None = None  # that place, in a step where they do
+        self._each_is_published = False  # micro-batch by micro-batch, in this step
         self._states = [_ShardSums() for _ in shards]
         self._complete_shards_are_final = False
+        self._begun = False
 
     def outlast_micro_batches(self) -> None:
         """The micro-batches of this step run backward one by one: let sums wait in their place, until the step is over."""
-        self._lasting_in = self._place
+        if self._target.sums_micro_batches:
+            self._each_is_published = True
+            self._target.begin_micro_batches()
+        else:
+            self._lasting_in = self._place
 
     def expect(self, shards: Sequence[int]) -> None:
         """Register a call whose backward is to come."""
+        self._begun = True
         for shard in shards:
             self._states[shard].num_pending_calls += 1
 
     def add(self, shard: int, parameter: str, visit: Visit, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient from one visit."""
+        self._begun = True
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         state = self._states[shard]
@@ -102,7 +132,7 @@ class GradientSums:
             )
         if self._lasting_in is not None:
             if state.lasting is None:
-                state.lasting = lasting_sums(self._shards[shard].layout, self._lasting_in)
+                state.lasting = lasting_sums(self._shards[shard].whole, self._lasting_in)
             state.lasting.add(parameter, visit, gradient)
             return
         present = state.sums.get((parameter, visit))
@@ -117,31 +147,61 @@ class GradientSums:
             state = self._states[shard]
             state.num_pending_calls -= 1
             if self._complete_shards_are_final and state.num_pending_calls == 0 and self._shards[shard].group.units:
-                self._finalise(shard)
+                self._ready(shard)
             elif state.lasting is not None:
                 state.lasting.leave()
 
-    def open(self) -> None:
-        """All calls of the step are registered: from now on a shard without pending calls is final."""
+    def open(self, *, is_last: bool = True) -> None:
+        """A backward begins: where it is the step's last, from now on a shard without pending calls is final.
+
+        So it is in every backward whose gradient is published by itself.
+        """
+        self._begun = True
+        if not (is_last or self._each_is_published):
+            return
         self._complete_shards_are_final = True
         for shard, state in enumerate(self._states):
-            has_sums = state.sums or state.lasting is not None
+            has_sums = state.sums or state.lasting is not None or self._turns is not None
             if state.num_pending_calls == 0 and has_sums and self._shards[shard].group.units:
-                self._finalise(shard)
+                self._ready(shard)
+
+    def backward_over(self) -> None:
+        """The backward of a micro-batch has ended, where they run one by one."""
+        if self._each_is_published:
+            self._all_are_final()
+            if self._turns is not None:
+                self._turns.begin()
+            for state in self._states:
+                state.final = False
+            self._complete_shards_are_final = False
 
     def finish(self) -> None:
-        """Backward has ended: calls that were never reached count no more."""
-        for shard in range(len(self._states)):
-            self._finalise(shard)
+        """Backward has ended: calls that were never reached count no more. A second time it does nothing."""
+        if not self._begun:
+            return
+        if not self._each_is_published:
+            self._all_are_final()
+        self._target.finish()
         self.discard()
 
     def discard(self) -> None:
         """Forget everything, as before the first call of a step."""
         self._states = [_ShardSums() for _ in self._shards]
-        self._complete_shards_are_final = False
+        self._complete_shards_are_final = self._begun = self._each_is_published = False
         self._lasting_in = None
+        if self._turns is not None:
+            self._turns.begin()
         if self._place is not None:
             self._place.discard()
+
+    def _all_are_final(self) -> None:
+        for shard in range(len(self._shards)) if self._turns is None else self._turns.rest():
+            self._finalise(shard)
+
+    def _ready(self, shard: int) -> None:
+        """No gradient of the shard is to come."""
+        for final in (shard,) if self._turns is None else self._turns.ready(shard):
+            self._finalise(final)
 
     def _finalise(self, shard: int) -> None:
         state = self._states[shard]
@@ -151,9 +211,9 @@ class GradientSums:
         if state.lasting is not None:
             state.lasting.finish()
             return
-        layout = self._shards[shard].layout
+        layout = self._shards[shard].whole
         totals = _over_visits(state.sums)
-        if not totals:
+        if not totals and self._turns is None:
             return
         state.sums.clear()
         touched, runs = frozenset(totals), []
@@ -164,6 +224,8 @@ class GradientSums:
                     part = total[segment.parameter_offset : segment.parameter_offset + segment.length]
                     runs.append(FinalRun(section.state_offset + segment.offset, part))
         self._target.publish(shard, runs, touched)
+        if self._lasting_in is not None:
+            self._target.settle()  # other shards' sums need its buffers
 
 
 def _over_visits(sums: Mapping[tuple[str, Visit], _Sum]) -> dict[str, torch.Tensor]:

@@ -43,11 +43,11 @@ def run_horizontally(
             if not order.known:
                 order.learn(micro_batch.visits)
                 weights.expect(order.horizontal_sequence(walk.groups, len(micro_batches)))
-            if micro_batch is micro_batches[-1]:
-                walk.sums.open()
+            walk.sums.open(is_last=micro_batch is micro_batches[-1])
             if loss.requires_grad:
                 differentiable = True
                 torch.autograd.backward(loss, scaled(loss, coefficients[micro_batch.index]))
+            walk.sums.backward_over()
             del loss
         require_some_gradient(differentiable)
         walk.sums.finish()

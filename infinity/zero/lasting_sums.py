@@ -61,7 +61,7 @@ class LastingSums:
             flat = self._place.at(self._shard, list(self._added).index(visit), fresh=False)
         values = gradient.reshape(-1)
         for here, there in self._runs[parameter]:
-            _put(flat[here], values[there], first=parameter not in added)
+            put(flat[here], values[there], first=parameter not in added)
         if parameter not in added:
             added.append(parameter)
 
@@ -77,7 +77,7 @@ class LastingSums:
         for visit in others:
             for parameter in self._added[visit]:
                 for here, _ in self._runs[parameter]:
-                    _put(total[here], flats[visit][here], first=parameter not in touched)
+                    put(total[here], flats[visit][here], first=parameter not in touched)
                 touched.add(parameter)
         end = 0
         for here in sorted((here for parameter in touched for here, _ in self._runs[parameter]), key=_start):
@@ -102,7 +102,7 @@ def _start(run: slice) -> int:
     return int(run.start)
 
 
-def _put(sums: torch.Tensor, values: torch.Tensor, *, first: bool) -> None:
+def put(sums: torch.Tensor, values: torch.Tensor, *, first: bool) -> None:
     """Add the values; the first ones are copied, for 0 + -0 is not -0."""
     if first:
         sums.copy_(values)

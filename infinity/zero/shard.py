@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.store.layout import ShardLayout
+from infinity.store.unit_size import UnitLayouts
 from infinity.zero.units import ParameterGroup
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -31,12 +32,22 @@ class Residency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter group, its layout on this rank, and the parameters that the modules hold outside calls."""
+    """A parameter group, what this rank owns of it, and the parameters that the modules hold outside calls."""
 
     group: ParameterGroup
-    layout: ShardLayout
+    layouts: UnitLayouts
     residency: Residency
     outside: Mapping[str, nn.Parameter]  # by parameter name: the real one when RESIDENT, an AbsentParameter otherwise
+
+    @property
+    def layout(self) -> ShardLayout:
+        """What this rank updates, and the store holds."""
+        return self.layouts.owned
+
+    @property
+    def whole(self) -> ShardLayout:
+        """What is computed with."""
+        return self.layouts.whole
 
     @property
     def index(self) -> int:
@@ -44,9 +55,9 @@ class Shard:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return each parameter as a view of the gathered unit's weights; `flat` is uint8 [unit_weight_bytes]."""
-        shapes = {spec.name: spec.shape for spec in self.layout.specs}
+        shapes = {spec.name: spec.shape for spec in self.whole.specs}
         views: dict[str, torch.Tensor] = {}
-        for section in self.layout.sections:
+        for section in self.whole.sections:
             dtype = TORCH_DTYPES[section.dtype]
             start = section.unit_byte_offset
             elements = flat[start : start + section.unit_elements * section.element_bytes].view(dtype)

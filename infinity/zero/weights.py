@@ -11,32 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
 
 from infinity.errors import IllegalTransition
-from infinity.handles import Handle
 from infinity.memory.arena import Buffer
 from infinity.memory.transfer import Mark, Transfers, Upload
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
+from infinity.zero.gather import Gather, Load
 from infinity.zero.order import ShardOrder
 from infinity.zero.shard import Residency, Shard
-
-
-class Load(Protocol):
-    """A load in progress: `wait` returns when the weights in the buffer are the new ones."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-    @property
-    def written(self) -> Handle[None]:
-        """Done when nothing reads the buffer any more, so that it may be filled with something else."""
-        ...
-
 
 # (shard, buffer, fetch): fill the buffer with the shard's newest weights; without `fetch` it holds the last ones already.
 Loader = Callable[[int, Buffer, bool], Load]
@@ -77,13 +62,14 @@ class Weights:
 
     def __init__(
         self, shards: Sequence[Shard], slots: Sequence[Slot], kept: Mapping[int, Slot], in_host_memory: Mapping[int, Buffer],
-        loader: Loader, transfers: Transfers, recorder: Recorder,
+        loader: Loader, gather: Gather, transfers: Transfers, recorder: Recorder,
     ) -> None:  # fmt: skip
         self._shards = shards
         self._slots = list(slots)
         self._kept = dict(kept)  # the slots of shards whose weights stay: never put out
         self._in_host_memory = dict(in_host_memory)  # weights that stay in host memory: loaded and updated where they are
         self._loader = loader
+        self._gather = gather
         self._transfers = transfers
         self._recorder = recorder
         self._states = {
@@ -125,6 +111,10 @@ class Weights:
             if slot is not None:  # its old bytes are there, or on their way: the update will find them
                 self._make_ready(shard, slot)
                 self._states[shard].to(WeightState.SHARDED)
+        if self._gather.is_collective:  # in an order that does not depend on the way of this rank through the units
+            for shard in shards:
+                if shard in self._kept:
+                    self._begin(shard, self._kept[shard], fetch=False)
 
     def acquire(self, shard: int) -> Mapping[str, torch.Tensor]:
         """Return the shard's parameters, ready on the compute device; they stay until `release`."""
@@ -132,7 +122,7 @@ class Weights:
         slot = self._slot_of(shard) or self._start(shard)
         self._make_ready(shard, slot)
         if slot.upload is not None:
-            slot.upload.wait()  # also where another stream computes than the one that waited for it first
+            self._await(shard, slot.upload)  # also where another stream computes than the one that waited for it first
         self._update_is_begun[shard] = False
         self._in_use[shard] += 1
         self._load_ahead()
@@ -214,6 +204,8 @@ class Weights:
             slot.load = self._loader(shard, slot.source, fetch and slot.source is slot.host)
         self._update_is_begun[shard] = self._update_is_begun[shard] or self._update_is_due[shard]
         self._update_is_due[shard] = False
+        if self._gather.is_collective:  # at a point of this rank's order of work, not of time
+            self._begin_gather(shard, slot)
         return slot
 
     def _put_out(self, slot: Slot) -> None:
@@ -229,20 +221,26 @@ class Weights:
     def _make_ready(self, shard: int, slot: Slot) -> None:
         state = self._states[shard]
         if state.state is WeightState.FETCHING:
-            self._gather(shard, slot)
+            self._begin_gather(shard, slot)
         if state.state is WeightState.GATHERING:
             state.to(WeightState.READY)
 
-    def _gather(self, shard: int, slot: Slot) -> None:
-        """Wait for the load and begin to copy the weights to the compute device, behind the slot's last use there."""
-        if slot.load is not None:
+    def _begin_gather(self, shard: int, slot: Slot) -> None:
+        """Begin to bring what was loaded to the compute device, behind the slot's last use there."""
+        if slot.load is not None and not self._gather.is_collective:
             with self._recorder.span("weights.wait", unit=self._shards[shard].layout.name):
                 slot.load.wait()
         self._states[shard].to(WeightState.GATHERING)
-        source, num_bytes = slot.source or slot.host, self._shards[shard].layout.unit_weight_bytes
-        slot.upload = self._transfers.to_device(
-            source.tensor(torch.uint8, num_bytes), slot.device[:num_bytes], after=slot.last_use
-        )
+        source = slot.source or slot.host
+        slot.upload = self._gather.begin(self._shards[shard], source, slot.device, slot.load, slot.last_use)
+
+    def _await(self, shard: int, upload: Upload) -> None:
+        """Let what is computed from now on see the weights."""
+        if self._gather.is_collective:
+            with self._recorder.span("weights.wait", unit=self._shards[shard].layout.name):
+                upload.wait()
+        else:
+            upload.wait()  # the load was waited for
 
     # Order
 
@@ -266,7 +264,7 @@ class Weights:
         if same is not None:
             return same
         idle = [slot for slot in self._slots if slot.shard is None or not self._in_use[slot.shard]]
-        if not must:  # loading ahead waits for nothing
+        if not must and not self._gather.is_collective:  # loading ahead waits for nothing but to keep ranks in one order
             idle = [slot for slot in idle if _is_settled(slot)]
         if not idle:
             return None
@@ -288,7 +286,7 @@ class Weights:
             if state.state is WeightState.FETCHING:
                 slot = self._slot_of(shard)
                 if slot is not None and (slot.load is None or slot.load.done()):
-                    self._gather(shard, slot)
+                    self._begin_gather(shard, slot)
 
     def _begin_ahead(self) -> None:
         """Begin to load in the order of visits, as far as there are slots."""

@@ -177,9 +177,11 @@ def test_a_configuration_is_given_once(nvme: Path, tmp_path: Path) -> None:
         deepspeed.initialize(model=net(), config=given, mpu=object())  # type: ignore[arg-type]
 
 
-def test_several_ranks_are_refused(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that has started two processes gets a sentence from each instead of two models that drift apart."""
+def test_a_rank_that_cannot_find_the_others_says_what_is_missing(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks were promised, but not where they meet: an error, and not two models that drift apart."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for call in (deepspeed.init_distributed, lambda: deepspeed.initialize(model=net(), config=config(nvme))):
-        with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
-            call()
+    with pytest.raises(ConfigError, match="MASTER_ADDR is missing"):
+        deepspeed.initialize(model=net(), config=config(nvme))
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
+        deepspeed.initialize(model=net(), config=config(nvme))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from infinity.store.layout import ParameterSpec, shard_layout
+from infinity.store.unit_size import undivided
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.absent import AbsentParameter
 from infinity.zero.binding import install, root_bindings, unit_bindings
@@ -54,6 +55,14 @@ class Collected:
         self.flats = {}
         self.touched = set()
         self.published = []
+
+    sums_micro_batches = False
+
+    def settle(self):
+        """Nothing is under way."""
+
+    def finish(self):
+        """Nothing is under way."""
 
     def publish(self, shard, runs, touched):
         fill(self.flats.setdefault(shard, torch.zeros(self.shards[shard].layout.num_state_elements)), runs)
@@ -110,14 +119,14 @@ class Harness:
         layout = shard_layout(group.index, group.name, specs, tile_elements=1024)
         self.weights.values[group.index] = {use.name: use.parameter.detach() for use in group.uses}
         if not group.units or residency is RESIDENT:
-            return Shard(group, layout, RESIDENT, {use.name: use.parameter for use in group.uses})
+            return Shard(group, undivided(layout), RESIDENT, {use.name: use.parameter for use in group.uses})
         outside = {
             use.name: AbsentParameter.standing_for(
                 use.name, group.name, use.parameter.shape, use.parameter.dtype, CPU, use.parameter.requires_grad
             )
             for use in group.uses
         }
-        return Shard(group, layout, residency, outside)
+        return Shard(group, undivided(layout), residency, outside)
 
     def step(self, forward_loss, num_micro_batches, *, schedule="vertical", coefficients=None):
         """Run one step of `forward_loss(model, index)`; return (losses, gradients by parameter name)."""

@@ -5,6 +5,7 @@ import torch
 
 from infinity.errors import IllegalTransition
 from infinity.store.layout import ParameterSpec, shard_layout
+from infinity.store.unit_size import undivided
 from infinity.zero.gradients import GradientSums, fill
 from infinity.zero.micro_batch import Visit
 from infinity.zero.shard import Residency, Shard
@@ -20,6 +21,14 @@ class Target:
         self.flats = [torch.full((shard.layout.num_state_elements,), 7.0, dtype=dtype) for shard in shards]
         self.published = []
 
+    sums_micro_batches = False
+
+    def settle(self):
+        """Nothing is under way."""
+
+    def finish(self):
+        """Nothing is under way."""
+
     def publish(self, shard, runs, touched):
         fill(self.flats[shard], runs)
         self.published.append((shard, set(touched)))
@@ -32,7 +41,7 @@ def _sums(dtype=torch.float32, num_shards=1, root=False):
         units = () if root and index == num_shards - 1 else (index,)
         group = ParameterGroup(index, f"unit{index}", (), units)
         layout = shard_layout(index, f"unit{index}", specs, tile_elements=64)
-        shards.append(Shard(group, layout, Residency.ABSENT, {}))
+        shards.append(Shard(group, undivided(layout), Residency.ABSENT, {}))
     target = Target(shards, dtype)
     return GradientSums(shards, target), target
 

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from harness import ABSENT, KEPT, RESIDENT, Block, Harness, TinyModel, require_same, token_loss, vector_loss
+from harness import ABSENT, KEPT, RESIDENT, Block, Collected, Harness, TinyModel, require_same, token_loss, vector_loss
 from torch import nn
 
 from infinity.errors import IllegalTransition
 from infinity.store.layout import ParameterSpec, shard_layout
+from infinity.store.unit_size import undivided
 from infinity.zero.gradients import FinalRun, GradientSums
 from infinity.zero.lasting_sums import lasting_sums
 from infinity.zero.micro_batch import Visit
@@ -242,8 +243,8 @@ def test_bf16_gradients_add_up_in_fp32_in_their_place():
 def test_a_gradient_after_the_end_is_an_error_here_too():
     """It would be lost without a word."""
     layout = layout_of_three()
-    shard = Shard(ParameterGroup(0, "unit0", (), (0,)), layout, Residency.ABSENT, {})
-    sums = GradientSums([shard], None, Arrays())
+    shard = Shard(ParameterGroup(0, "unit0", (), (0,)), undivided(layout), Residency.ABSENT, {})
+    sums = GradientSums([shard], Collected([shard]), Arrays())
     sums.outlast_micro_batches()
     sums.expect([0])
     sums.add(0, "a", FIRST, torch.ones(3))

@@ -10,6 +10,7 @@ from infinity.memory.arena import open_arena
 from infinity.memory.ledger import Ledger
 from infinity.memory.transfer import open_transfers
 from infinity.states import Tier
+from infinity.zero.gather import Copy
 from infinity.zero.vertical import VerticalSchedule
 from infinity.zero.weights import Slot, Weights
 
@@ -47,7 +48,8 @@ class Slotted(Harness):
         kept = dict(zip(roots, slots[num_slots:], strict=True))
         for shard, slot in kept.items():
             load(shard, slot.host, False)
-        weights = Weights(self.shards, slots[:num_slots], kept, {}, load, open_transfers(torch.device("cpu")), self.recorder)
+        transfers = open_transfers(torch.device("cpu"))
+        weights = Weights(self.shards, slots[:num_slots], kept, {}, load, Copy(transfers), transfers, self.recorder)
         self.walk._weights = weights
         for runtime in self.walk._units:
             object.__setattr__(runtime, "weights", weights)

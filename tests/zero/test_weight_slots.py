@@ -14,7 +14,9 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.transfer import open_transfers
 from infinity.states import Tier
 from infinity.store.layout import ParameterSpec, shard_layout
+from infinity.store.unit_size import undivided
 from infinity.telemetry.recorder import Recorder
+from infinity.zero.gather import Copy
 from infinity.zero.shard import Residency, Shard
 from infinity.zero.units import ParameterGroup
 from infinity.zero.weights import Slot, Weights
@@ -78,7 +80,7 @@ class Rig:
         for index in range(num_shards):
             group = ParameterGroup(index, f"unit{index}", (), (index,))
             layout = shard_layout(index, f"unit{index}", [ParameterSpec("w", (64,), "float32", True)], tile_elements=64)
-            shards.append(Shard(group, layout, Residency.KEPT if index in kept else Residency.ABSENT, {}))
+            shards.append(Shard(group, undivided(layout), Residency.KEPT if index in kept else Residency.ABSENT, {}))
         self.arena = open_arena((num_slots + len(kept)) * slot_bytes, ledger=Ledger({}), tier=Tier.CPU, owner="t", pin=False)
         buffers = [self.arena.buffer.part(n * slot_bytes, slot_bytes) for n in range(num_slots + len(kept))]
         slots = [Slot(buffer, buffer.tensor(torch.uint8, slot_bytes)) for buffer in buffers]
@@ -87,7 +89,7 @@ class Rig:
         self.recorder = Recorder()
         self.weights = Weights(
             shards, slots[:num_slots], dict(zip(kept, slots[num_slots:], strict=True)), {}, self.disk.load,
-            open_transfers(CPU), self.recorder,
+            Copy(open_transfers(CPU)), open_transfers(CPU), self.recorder,
         )  # fmt: skip
 
     def acquire(self, shard):
