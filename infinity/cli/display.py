@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 from rich.console import Console
@@ -12,9 +12,16 @@ from rich.text import Text
 
 from infinity.byte_sizes import format_bytes
 from infinity.cli.console import open_console
+from infinity.comm.launched import Ranks
 from infinity.train.reporter import Progress, Reporter, Row, StepRecord
+from infinity.train.voice import Silent
 
 _REFRESH_PER_SECOND = 4
+
+
+def display_of(ranks: Ranks) -> AbstractContextManager[Reporter]:
+    """Return the display of a rank: rank 0 shows what all have to say."""
+    return open_display() if ranks.speaks else nullcontext(Silent())
 
 
 @contextmanager

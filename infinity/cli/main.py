@@ -11,6 +11,7 @@ from infinity.cli.bench import app as bench
 from infinity.cli.clean import clean
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import failures_explained
+from infinity.cli.leaving import failed_ranks_leave_at_once
 from infinity.cli.plan import plan
 from infinity.cli.train import train
 
@@ -46,5 +47,5 @@ def root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    with failures_explained():
+    with failed_ranks_leave_at_once(), failures_explained():
         app()

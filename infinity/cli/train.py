@@ -65,16 +65,19 @@ def train(
 
     with failures_explained(), stop_request() as stopping:
         from infinity.cli.config_listing import show_config
-        from infinity.cli.display import open_display
+        from infinity.cli.display import display_of
         from infinity.cli.ranks import train_on_ranks
+        from infinity.comm.launched import launched_ranks
         from infinity.launch.environment import ranks_wanted
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
         from infinity.train.preflight import check_run
 
+        ranks, num_started = launched_ranks(), ranks_wanted(num_ranks, num_gpus, os.environ)
         layers = _layers(config, set_ or (), flags)
         resolved = resolve_config(layers, model=model, steps=steps, has_native_bf16=native_bf16())
         if print_config:
-            show_config(resolved, world_size=1)
+            if ranks.speaks:
+                show_config(resolved, world_size=max(num_started, ranks.world_size))
             return
         options = TrainOptions(
             config=resolved, model=model, steps=steps, seq_len=seq_len, data=tuple(data or ()), eval_data=eval_data,
@@ -82,11 +85,10 @@ def train(
             eval_every=eval_every, eval_batches=eval_batches, output=output, checkpoint_every=checkpoint_every, keep=keep,
             resume=resume, save_weights=save_weights, trace=trace,
         )  # fmt: skip
-        num_started = ranks_wanted(num_ranks, num_gpus, os.environ)
         if num_started > 1:
             raise SystemExit(train_on_ranks(options, num_started, need_gpus=num_gpus is not None))
-        with open_display() as display:
-            checked = check_run(options, display)
+        with display_of(ranks) as display:
+            checked = check_run(options, display, ranks)
             # OpenMP reads this when torch is loaded. Threads that spin while they wait take the cores from the threads that
             # read, write and update; on a shared machine with 2 cores sleeping ones were 4 to 7 times as fast.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")

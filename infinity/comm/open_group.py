@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
+from infinity.comm.connect import connect_together
 from infinity.comm.gloo import open_gloo_collectives
 from infinity.comm.group import Group
 from infinity.comm.line import Line, Peers, PointToPoint
@@ -78,7 +79,7 @@ def open_group(
     """Return this process's group: gloo for buffers on the host, NCCL for those on a GPU, Local for one rank.
 
     `resident_bytes` measures this process's memory: the last value is what the others can say about a rank that died.
-    Every rank of the job must call it; raises CommError when one does not come.
+    Every rank of the job must call it; raises CommError when one does not come, or cannot connect to the others.
     """
     if rendezvous is None or rendezvous.size == 1:
         return Local()
@@ -86,10 +87,14 @@ def open_group(
     try:
         number = rendezvous.store.add(f"infinity/opened/{rank}", 1)  # a job may open one group after another over one store
         store = _below(f"infinity/{number}", rendezvous.store)
-        backend = dist.ProcessGroupGloo(_below("gloo", store), rank, size, _MEETING)
+        backend = connect_together(
+            lambda: dist.ProcessGroupGloo(_below("gloo", store), rank, size, _MEETING),
+            _below("connect", store.clone()),  # type: ignore[attr-defined]  # not in torch's stubs
+            rank,
+        )
     except RuntimeError as error:
         raise CommError(
-            f"Rank {rank} of {size} met no full group in {_MEETING.seconds} s: {str(error).splitlines()[0]}",
+            f"Rank {rank} of {size} met no full group: {str(error).splitlines()[0]}",
             remedy="Check that all ranks were started; GLOO_SOCKET_IFNAME names the network interface between machines.",
         ) from error
     order = Order()

@@ -13,8 +13,12 @@ class BatchSizes:
 
     train_batch_size: int
     micro_batch_size: int  # samples per rank in one micro-batch
-    num_micro_batches: int  # per step: gradient accumulation steps
+    num_micro_batches: int  # per rank and step: gradient accumulation steps
     world_size: int
+
+    def micro_batches_of(self, rank: int) -> range:
+        """Return the micro-batches of a rank in the order of a whole step, in which rank 0's come first."""
+        return range(rank * self.num_micro_batches, (rank + 1) * self.num_micro_batches)
 
 
 def resolve_batch(train: int | None, micro: int | None, accumulation: int | None, *, world_size: int) -> BatchSizes:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from infinity.config.section import Beta, Count, Section, Share, WholeNumber
+from infinity.config.section import Beta, Count, Rate, Rates, Section, Share, WholeNumber
+from infinity.errors import ConfigError
 
 SchedulerType = Literal[
     "constant", "linear", "cosine", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"
 ]
-Rate = Annotated[float, Field(ge=0.0)]
 _OWN: dict[str, object] = {"warmup_num_steps": 0, "total_num_steps": None, "min_ratio": 0.0}
 _WARMUP: dict[str, object] = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 # The parameters of each type with their defaults; DeepSpeed's are those of its public documentation.
@@ -70,8 +70,8 @@ class SchedulerParams(Section):
     total_num_steps: Count | None = None  # None: the steps of the run, where the type needs them
     warmup_num_steps: WholeNumber | None = None
     min_ratio: Share | None = None  # the learning rate at the end, as a share of its peak
-    warmup_min_lr: Rate | None = None
-    warmup_max_lr: Rate | None = None  # None: optimizer.params.lr
+    warmup_min_lr: Rates | None = None
+    warmup_max_lr: Rates | None = None  # None: optimizer.params.lr
     warmup_type: Literal["log", "linear"] | None = None
     warmup_min_ratio: Share | None = None
     cos_min_ratio: Share | None = None
@@ -86,7 +86,7 @@ class SchedulerParams(Section):
     cycle_momentum: bool | None = None
     cycle_min_mom: Beta | None = None
     cycle_max_mom: Beta | None = None
-    lr_range_test_min_lr: Rate | None = None
+    lr_range_test_min_lr: Rates | None = None
     lr_range_test_step_size: Count | None = None
     lr_range_test_step_rate: Rate | None = None
     lr_range_test_staircase: bool | None = None
@@ -119,11 +119,35 @@ class SchedulerSection(Section):
         if missing:
             raise ValueError(f"type {self.type} needs {' and '.join(missing)}")
         for low, high in _IN_ORDER if self.type in DEEPSPEED_TYPES else (*_IN_ORDER, _STEPS):
-            least, most = getattr(self.params, low), getattr(self.params, high)
-            if least is not None and most is not None and least > most:
-                raise ValueError(f"params: {low} {least:g} is more than {high} {most:g}")
+            for least, most in _pairs(getattr(self.params, low), getattr(self.params, high)):
+                if least > most:
+                    raise ValueError(f"params: {low} {least:g} is more than {high} {most:g}")
         return self
 
     def values(self) -> dict[str, Any]:
         """Return the parameters that this type has."""
         return {name: getattr(self.params, name) for name in PARAMS_OF_TYPE[self.type]}
+
+    def of_group(self, index: int, num_groups: int) -> SchedulerSection:
+        """Return what the section says to one parameter group: lists have one number for each.
+
+        Raises ConfigError for a list of another length.
+        """
+        lists = {name: value for name, value in self.params if isinstance(value, tuple)}
+        for name, value in lists.items():
+            if len(value) != num_groups:
+                raise ConfigError(
+                    f"scheduler.params.{name} has {len(value)} numbers; there are {num_groups} parameter groups.",
+                    remedy="Give one number for each group, or one for all.",
+                )
+        params = self.params.model_copy(update={name: value[index] for name, value in lists.items()})
+        return self.model_copy(update={"params": params})
+
+
+def _pairs(low: Any, high: Any) -> list[tuple[Any, Any]]:
+    """Return what belongs together of two numbers or lists; nothing where one is missing or the lists differ in length."""
+    if low is None or high is None:
+        return []
+    num = max(len(value) if isinstance(value, tuple) else 1 for value in (low, high))
+    lows, highs = (value if isinstance(value, tuple) else (value,) * num for value in (low, high))
+    return list(zip(lows, highs, strict=False))

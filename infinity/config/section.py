@@ -60,4 +60,6 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_words), _TEXTS]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_pair)]
+Rate = Annotated[float, Field(ge=0.0)]
+Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1), BeforeValidator(_pair)]  # one for all groups, or a list
 GradDtype = Literal["fp32", "bf16", "fp16"]

@@ -356,7 +356,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
             batch=config.batch(request.ranks.world_size),
             ranks=request.ranks,
             io=IoFacts(io_engine.name, io_facts.registered_files, io_facts.registered_buffers),
-            notes=(*request.notes, *model_notes, *io_facts.notes),
+            notes=(*request.notes, *pieces.notes(), *model_notes, *io_facts.notes),
             resources=everything,
         )
     )

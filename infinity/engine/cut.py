@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,14 @@ class CutModel:
             for group, layouts in zip(self.groups, self.unit_layouts, strict=True)
         )
 
+    def notes(self) -> tuple[str, ...]:
+        """Return what is to be said of the dtypes, in sentences."""
+        counts = Counter(spec.dtype for layouts in self.unit_layouts for spec in layouts.whole.specs)
+        if len(counts) < 2:
+            return ()
+        words = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(counts.items()))
+        return (f"The model's parameters have several dtypes, and each keeps its own: {words}.",)
+
     def num_parameters(self) -> int:
         return sum(spec.numel for layouts in self.unit_layouts for spec in layouts.whole.specs)
 
@@ -71,13 +80,14 @@ def cut(
     """
     _require_plain(model)
     units, groups = cut_model(model, config.infinity.units)
-    dtype = DTYPE_NAMES[config.precision]
-    tile_elements = tile_elements_of(config.infinity.tile_bytes, dtype)
+    dtype_of = _kept_dtypes(model, DTYPE_NAMES[config.precision])
+    dtypes = {dtype_of(use.parameter) for group in groups for use in group.uses}
+    tile_elements = min(tile_elements_of(config.infinity.tile_bytes, dtype) for dtype in dtypes)
     layouts = tuple(
         unit_layouts(
             group.index,
             group.name,
-            _specs(group.uses, dtype, group_of),
+            _specs(group.uses, dtype_of, group_of),
             tile_elements=tile_elements,
             stage=stage,
             num_ranks=ranks.world_size,
@@ -89,9 +99,28 @@ def cut(
     return CutModel(units, groups, layouts, tile_elements)
 
 
-def _specs(uses: Sequence[ParameterUse], dtype: str, group_of: Callable[[nn.Parameter], int]) -> list[ParameterSpec]:
+def _kept_dtypes(model: nn.Module, precision: str) -> Callable[[nn.Parameter], str]:
+    """Return what gives the dtype of a parameter's weights: the run's precision for all, or each parameter's own.
+
+    They are their own where the model holds parameters of that precision and others: fp32 adapters on a bf16 decoder.
+    """
+    own = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    if precision in own and len(own) > 1:
+        return lambda parameter: str(parameter.dtype).removeprefix("torch.")
+    return lambda _: precision
+
+
+def _specs(
+    uses: Sequence[ParameterUse], dtype_of: Callable[[nn.Parameter], str], group_of: Callable[[nn.Parameter], int]
+) -> list[ParameterSpec]:
     return [
-        ParameterSpec(use.name, tuple(use.parameter.shape), dtype, use.parameter.requires_grad, group_of(use.parameter))
+        ParameterSpec(
+            use.name,
+            tuple(use.parameter.shape),
+            dtype_of(use.parameter),
+            use.parameter.requires_grad,
+            group_of(use.parameter),
+        )
         for use in uses
     ]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from infinity.comm.group import Group
 from infinity.config import Config
 from infinity.engine.calls import LossFunction, call_module, coefficients, find_loss, listed, on_device
 from infinity.engine.familiar_loop import FamiliarLoop
@@ -125,6 +126,11 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         return self._parts.loss_scaler.scale
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the job, as this one sees them; every rank makes the same calls of it in the same order."""
+        return self._parts.group
 
     @property
     def global_rank(self) -> int:

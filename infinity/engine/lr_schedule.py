@@ -117,10 +117,17 @@ class ScheduledGroups(torch.optim.Optimizer):
 
 
 def build_course_schedule(section: SchedulerSection, groups: Sequence[Group], num_steps: int | None) -> CourseSchedule:
-    """Return the schedule of the configuration over these groups. Raises ConfigError as `build_course` does."""
+    """Return the schedule of the configuration over these groups.
+
+    Raises ConfigError as `build_course` does, and for a list of numbers that are not as many as the groups.
+    """
     courses = [
-        build_course(section, group_lr=float(group["lr"]), num_steps=num_steps)  # type: ignore[arg-type]
-        for group in groups
+        build_course(
+            section.of_group(index, len(groups)),
+            group_lr=float(group["lr"]),  # type: ignore[arg-type]
+            num_steps=num_steps,
+        )
+        for index, group in enumerate(groups)
     ]
     return CourseSchedule(tuple(courses))
 

@@ -77,6 +77,15 @@ def rss_bytes() -> int:
     return parse_key_values((_PROC / "status").read_text())["VmRSS"] * KIB
 
 
+def pss_bytes() -> int:
+    """Return the memory of this process, of pages that several processes share its part; 0 where the kernel does not say."""
+    try:
+        text = (_PROC / "smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return parse_key_values(text).get("Pss", 0) * KIB
+
+
 def peak_rss_bytes() -> int:
     """Return the most memory that this process held since it began or since `reset_peak_rss`."""
     return parse_key_values((_PROC / "status").read_text())["VmHWM"] * KIB

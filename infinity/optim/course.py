@@ -25,6 +25,7 @@ class Course:
 def build_course(section: SchedulerSection, *, group_lr: float, num_steps: int | None) -> Course:
     """Return the course of a group whose own learning rate is `group_lr`: the peak, where the section names none.
 
+    `section` is what `SchedulerSection.of_group` gives for the group.
     `num_steps` is the length of the run, for types whose total_num_steps is not given. Raises ConfigError where a type
     needs a length and there is none, and for a warm-up that begins above its end.
     """

@@ -8,6 +8,7 @@ import torch
 
 from infinity.aio.select import Probe, works_in_all
 from infinity.byte_sizes import format_bytes
+from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.config.optimizer import OptimizerSection
 from infinity.config.scheduler import SchedulerSection
@@ -54,6 +55,8 @@ def open_training_engine(checked: Checked, reporter: Reporter) -> Engine:
         return block_bytes if unit.startswith("blocks.") else 0
 
     def on_plan(plan: Plan) -> None:
+        if not checked.ranks.speaks:
+            return
         reporter.plan((*_rows(checked), *(Row(name, value) for name, value in plan.lines())))
         _say_what_checkpoints_take(checked, plan, reporter)
         reporter.phase("Initialising")
@@ -88,7 +91,7 @@ def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter)
     output = checked.output.directory
     needed = num_copies * copy_bytes
     if any(facts.path.stat().st_dev == output.stat().st_dev for facts in checked.directories):
-        needed += plan.disk_bytes
+        needed += plan.disk_bytes * checked.ranks.local_world_size
     free = shutil.disk_usage(output).free
     if needed > free:
         reporter.note(
@@ -108,8 +111,8 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         Row("data", f"{format_bytes(checked.corpus.num_bytes)} in {len(checked.corpus.sources)} files: {data}"),
         Row(
             "step",
-            f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {options.seq_len} tokens, "
-            f"{checked.config.infinity.schedule}",
+            f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {options.seq_len} tokens"
+            f"{_ranks_words(checked.ranks)}, {checked.config.infinity.schedule}",
         ),
         Row("output", str(checked.output.directory)),
         Row("configuration", _configuration_words(checked)),
@@ -127,6 +130,13 @@ def _rows(checked: Checked) -> tuple[Row, ...]:
         )
         rows.append(Row("checksums", checksums))
     return tuple(rows)
+
+
+def _ranks_words(ranks: Ranks) -> str:
+    if ranks.world_size == 1:
+        return ""
+    here = "" if ranks.local_world_size == ranks.world_size else f", {ranks.local_world_size} of them on this machine"
+    return f" on each of {ranks.world_size} ranks{here}"
 
 
 def _precision_words(config: Config) -> str:
@@ -152,7 +162,7 @@ def _schedule_words(section: SchedulerSection) -> str:
 
 
 def _configuration_words(checked: Checked) -> str:
-    resolved = checked.config.resolved(world_size=1)
+    resolved = checked.config.resolved(checked.ranks.world_size)
     num_given = sum(map(checked.config.is_given, resolved))
     return f"{num_given} of {len(resolved)} keys given; all, with their sources, in {checked.output.plan.name}"
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from infinity.errors import CheckpointMismatch
 from infinity.train.preflight import Checked
 
+# What checkpoints from before there were ranks do not say.
+_BEFORE_RANKS = {"num_ranks": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Steps and tokens that are done. Data need nothing more: a step's windows follow from its number."""
+    """Steps and tokens that are done. Data need nothing more: a step's windows follow from its number, on any ranks."""
 
     step: int = 0
     tokens: int = 0
@@ -36,7 +39,7 @@ def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Posit
     differences = tuple(
         f"{name} was {record.get(name)} in the checkpoint and is {value} now: the run goes on, but not bit for bit."
         for name, value in _decisive(checked).items()
-        if record.get(name) != value
+        if record.get(name, _BEFORE_RANKS.get(name)) != value
     )
     return Position(step, tokens), differences
 
@@ -44,12 +47,14 @@ def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Posit
 def _decisive(checked: Checked) -> dict[str, object]:
     """Return what decides the bits of a step beside the model: a run that goes on with other values is told so."""
     batch, options, config = checked.batch, checked.options, checked.config
+    num_ranks = batch.world_size
     sections = {"optimizer.params": config.optimizer.params, "scheduler.params": config.scheduler.params}
     return {
         "corpus_bytes": checked.corpus.num_bytes,
         "seq_len": options.seq_len,
         "micro_batch_size": batch.micro_batch_size,
-        "num_micro_batches": batch.num_micro_batches,
+        "num_micro_batches": batch.num_micro_batches * num_ranks,  # of a step, over all ranks
+        "num_ranks": num_ranks,
         "seed": config.seed,
         "gradient_clipping": config.gradient_clipping,
         "grad_dtype": config.grad_dtype,

@@ -13,16 +13,20 @@ from infinity.aio.select import Probe, probe
 from infinity.byte_sizes import format_bytes
 from infinity.checkpoint.completeness import latest, verify
 from infinity.checkpoint.manifest import MANIFEST, read_manifest
+from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import BatchSizes, Config
 from infinity.data.corpus import Corpus, open_corpus, require_sequences, standard_library
 from infinity.errors import CheckpointError, ConfigError, DoesNotFit, StorageError, SwapSpaceError
 from infinity.memory.limits import HostLimit, host_limit_bytes
 from infinity.models.presets import GPTConfig, parameter_count, preset
+from infinity.placement.stages import PARTITIONED, is_partitioned
+from infinity.states import StateKind
 from infinity.store.checks import DirectoryFacts, check_directory, require_distinct
 from infinity.store.directory import remove_dead_runs
 from infinity.train.options import TrainOptions, check_counts
 from infinity.train.output import Output, check_output, default_output
 from infinity.train.reporter import Reporter
+from infinity.train.voice import Voice
 
 # Bytes a parameter: weights; and the optimizer's: of the master what the weights do not hold, and two moments.
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -44,39 +48,56 @@ class Checked:
     probes: Mapping[Path, Probe]  # of these directories, by path
     host_limit: HostLimit
     undo: ExitStack  # removes the NVMe directories that were made for this run, where they are empty
+    ranks: Ranks
+    notes: tuple[str, ...]  # what was said so far
 
     @property
     def config(self) -> Config:
         return self.options.config
 
 
-def check_run(options: TrainOptions, reporter: Reporter) -> Checked:
+def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK) -> Checked:
     """Check what `options` ask for and say what was chosen or is not available.
 
+    Every rank checks for itself; what the ranks of a machine share (its memory and disks) is checked by one of them.
     Raises ConfigError, DataError, DoesNotFit, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
     """
     check_counts(options)
-    gpt, batch = preset(options.model), options.config.batch(world_size=1)
+    gpt, batch = preset(options.model), options.config.batch(ranks.world_size)
+    reporter = voice = Voice(reporter)
     for note in options.config.notes():
         reporter.note(note)
     corpus, eval_corpus = _open_data(options)
     output = Output(options.output) if options.output else default_output(options.model)
-    check_output(output)
-    _check_trace(options.trace)
+    if ranks.speaks:
+        check_output(output)
+        _check_trace(options.trace)
     resume_from = _find_checkpoint(options.resume, output, reporter)
     limit = host_limit_bytes()
     with ExitStack() as undo:
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
         require_distinct(options.config.nvme_directories)
-        adopted_bytes = _adopted_bytes(resume_from)
-        _require_space(least_nvme_bytes(options.config, parameter_count(gpt)) - adopted_bytes, directories)
-        needed_bytes = state_bytes(options.config, parameter_count(gpt)) - adopted_bytes
-        _require_room(options, needed_bytes, limit, directories)
+        if ranks.speaks_for_machine:
+            least, adopted_bytes = _least_bytes(options.config, parameter_count(gpt), ranks), _adopted_bytes(resume_from)
+            _require_space(_nvme_bytes(options.config, least) - adopted_bytes, directories)
+            _require_room(options, sum(least.values()) - adopted_bytes, limit, directories)
         probes = {facts.path: probe(facts.path, options.config.infinity.engine) for facts in directories}
         for sentence in (note for found in probes.values() for note in found.notes):
             reporter.note(sentence)
         checked = Checked(
-            options, gpt, batch, corpus, eval_corpus, output, resume_from, directories, probes, limit, undo.pop_all()
+            options,
+            gpt,
+            batch,
+            corpus,
+            eval_corpus,
+            output,
+            resume_from,
+            directories,
+            probes,
+            limit,
+            undo.pop_all(),
+            ranks,
+            tuple(voice.take_untold()),
         )
     return checked
 
@@ -86,13 +107,26 @@ def state_bytes(config: Config, num_parameters: int) -> int:
     return num_parameters * (_WEIGHT_BYTES[config.precision] + _OPTIMIZER_BYTES[config.precision])
 
 
-def least_nvme_bytes(config: Config, num_parameters: int) -> int:
-    """Return the bytes that the states forced to NVMe need at least: without padding, spill and checkpoints."""
+def least_nvme_bytes(config: Config, num_parameters: int, ranks: Ranks = ONE_RANK) -> int:
+    """Return the bytes that the states forced to NVMe need at least on this machine: without padding, spill, checkpoints."""
+    return _nvme_bytes(config, _least_bytes(config, num_parameters, ranks))
+
+
+def _least_bytes(config: Config, num_parameters: int, ranks: Ranks) -> dict[StateKind, int]:
+    """Return the least bytes of weights and optimizer state on this machine: what a rank shares out counts as its part."""
+    given = [one for one in (config.zero_optimization.stage,) if one is not None]
+    of_kind = {StateKind.PARAM: _WEIGHT_BYTES[config.precision], StateKind.OPTIM: _OPTIMIZER_BYTES[config.precision]}
+    is_shared = {kind: any(is_partitioned(stage, kind) for stage in given or PARTITIONED) for kind in of_kind}
+    return {
+        kind: num_parameters * size * ranks.local_world_size // (ranks.world_size if is_shared[kind] else 1)
+        for kind, size in of_kind.items()
+    }
+
+
+def _nvme_bytes(config: Config, least: Mapping[StateKind, int]) -> int:
     zero = config.zero_optimization
-    optimizer_bytes, weight_bytes = _OPTIMIZER_BYTES[config.precision], _WEIGHT_BYTES[config.precision]
-    return num_parameters * (
-        optimizer_bytes * (zero.offload_optimizer.device == "nvme") + weight_bytes * (zero.offload_param.device == "nvme")
-    )
+    optimizer_bytes, weight_bytes = least[StateKind.OPTIM], least[StateKind.PARAM]
+    return optimizer_bytes * (zero.offload_optimizer.device == "nvme") + weight_bytes * (zero.offload_param.device == "nvme")
 
 
 def _open_data(options: TrainOptions) -> tuple[Corpus, Corpus | None]:

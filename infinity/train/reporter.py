@@ -9,7 +9,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of metrics.jsonl, in its order; there, a loss or norm that is not finite is null."""
+    """One line of metrics.jsonl, in its order; there, a loss or norm that is not finite is null.
+
+    Loss, norm and tokens are those of all ranks; bytes and memory are rank 0's.
+    """
 
     step: int  # optimizer steps asked for so far, from 1; a skipped one counts
     loss: float  # nats per token, mean over the step's micro-batches
@@ -25,6 +28,9 @@ class StepRecord:
     rss_peak_bytes: int  # the process's, since the start
     skipped: bool
     loss_scale: float  # of this step; 1 but in fp16
+    all_gather_bytes: int  # between ranks: as many come to this rank as go out
+    reduce_scatter_bytes: int
+    broadcast_bytes: int
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,7 +23,8 @@ class StopRequest:
     """Whether and how the user asked to stop."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # that came to this rank
+        self.agreed: signal.Signals | None = None  # that stops the run, known to every rank after the same step
         self._announce: Callable[[str], None] | None = None  # None: nothing is running that a signal would wait for
         self._raised: signal.Signals | None = None
 
@@ -40,7 +41,13 @@ class StopRequest:
             self._raised = received
             raise Stopped(received)
         self.signal = received
-        self._announce(f"{received.name}: this step ends first, then a checkpoint is written. Once more stops at once.")
+        if self.agreed is None:  # with it another rank has announced the stop
+            self._announce(f"{received.name}: this step ends first, then a checkpoint is written. Once more stops at once.")
+
+    def agree(self, numbers: Sequence[int]) -> None:
+        """Take the signals that came to the ranks, 0 where none did; the first that is agreed on stays."""
+        if self.agreed is None and any(numbers):
+            self.agreed = signal.Signals(max(numbers))
 
     def raise_again(self) -> None:
         """Raise Stopped where it was raised before and lost: a module that is being imported may catch whatever comes."""
@@ -49,7 +56,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        return 128 + self.signal if self.signal else 0
+        return 128 + self.agreed if self.agreed else 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from infinity.byte_sizes import format_bytes
 from infinity.train.reporter import Row, StepRecord
 
 _RECENT_STEPS = 10
+_REDUCTION_WORDS = {"boundary": "gradients reduced once a step", "micro_batch": "gradients reduced with every micro-batch"}
 
 
 @dataclass(slots=True)
@@ -25,6 +26,9 @@ class Totals:
     nvme_read_bytes: int = 0
     nvme_write_bytes: int = 0
     unit_loads: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatter_bytes: int = 0
+    broadcast_bytes: int = 0
     last_loss: float = math.nan
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
@@ -37,6 +41,9 @@ class Totals:
         self.nvme_read_bytes += record.nvme_read_bytes
         self.nvme_write_bytes += record.nvme_write_bytes
         self.unit_loads += record.unit_loads
+        self.all_gather_bytes += record.all_gather_bytes
+        self.reduce_scatter_bytes += record.reduce_scatter_bytes
+        self.broadcast_bytes += record.broadcast_bytes
         self.last_loss = record.loss
         self.recent_losses.append(record.loss)
         self.recent_seconds.append(record.step_seconds)
@@ -55,8 +62,24 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank has taken over the run; totals are those of this process."""
+
+    rank: int
+    host: str
+    cpu_memory_peak_bytes: int  # booked
+    rss_peak_bytes: int
+    pss_peak_bytes: int  # the greatest after any step: pages that processes share count once among them; 0 on one rank
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """The content of summary.json. Totals are those of this process, without the steps before a resume."""
+    """The content of summary.json. Totals are those of this process, without the steps before a resume.
+
+    Losses and tokens are those of all ranks; bytes, peaks and the placement are rank 0's, where `ranks` does not say more.
+    """
 
     model: str
     parameters: int
@@ -74,8 +97,16 @@ class Summary:
     nvme_bytes_per_second: float  # read and written, over the time in steps, computing included
     nvme_predicted_bytes_per_second: float | None  # of the same mix at the measured rates; None where none were measured
     unit_loads: int
+    all_gather_bytes: int  # of rank 0, in steps
+    reduce_scatter_bytes: int
+    broadcast_bytes: int
+    predicted_bytes_between_ranks: int  # in each step
+    stage: int
+    gradient_reduction: str | None  # when gradients are summed over ranks; None on one
     cpu_memory_peak_bytes: int
     rss_peak_bytes: int
+    num_ranks: int
+    ranks: tuple[RankFacts, ...]
     placement: Mapping[str, object]
     engine: str  # of reads and writes; "none" without NVMe
     registered_files: bool  # with that engine
@@ -108,15 +139,38 @@ class Summary:
                 io_words(self.engine, registered_files=self.registered_files, registered_buffers=self.registered_buffers),
             ),
             Row("NVMe", self._nvme_words()),
-            Row(
-                "Memory peak", f"{format_bytes(self.cpu_memory_peak_bytes)} booked, {format_bytes(self.rss_peak_bytes)} RSS"
-            ),
+            *self._link_rows(),
+            *self._memory_rows(),
         ]
         if self.checkpoint:
             rows.append(Row("Checkpoint", self.checkpoint))
         if self.weights:
             rows.append(Row("Weights", self.weights))
         return tuple(rows)
+
+    def _link_rows(self) -> tuple[Row, ...]:
+        if self.num_ranks == 1:
+            return ()
+        moved = self.all_gather_bytes + self.reduce_scatter_bytes + self.broadcast_bytes
+        per_step = moved // max(1, self.steps_in_this_process)
+        when = _REDUCTION_WORDS[self.gradient_reduction] if self.gradient_reduction else ""
+        said = f"{format_bytes(per_step)} a step (of {format_bytes(self.predicted_bytes_between_ranks)} planned), {when}"
+        return (Row("Between ranks", f"stage {self.stage}: {said}"),)
+
+    def _memory_rows(self) -> tuple[Row, ...]:
+        booked, resident = self.cpu_memory_peak_bytes, self.rss_peak_bytes
+        if self.num_ranks == 1:
+            return (Row("Memory peak", f"{format_bytes(booked)} booked, {format_bytes(resident)} RSS"),)
+        rows = [
+            Row(
+                f"Memory peak of rank {one.rank}",
+                f"{format_bytes(one.cpu_memory_peak_bytes)} booked, {format_bytes(one.rss_peak_bytes)} RSS, "
+                f"{format_bytes(one.pss_peak_bytes)} PSS on {one.host}",
+            )
+            for one in self.ranks
+        ]
+        together = sum(one.pss_peak_bytes for one in self.ranks)
+        return (*rows, Row("Memory peak in all", f"{format_bytes(together)} PSS"))
 
     def _nvme_words(self) -> str:
         moved = f"{format_bytes(self.nvme_read_bytes)} read, {format_bytes(self.nvme_write_bytes)} written"

@@ -13,6 +13,12 @@ from infinity.models.presets import GPTConfig
 from infinity.train.contract import TrainingEngine
 
 
+def give_weights(engine: TrainingEngine) -> None:
+    """Take the part in `save_weights` of a rank that does not write."""
+    for _ in engine.full_parameters():
+        pass
+
+
 def save_weights(engine: TrainingEngine, gpt: GPTConfig, directory: Path) -> Path:
     """Write `<directory>/model.safetensors` and return its path; an earlier one is replaced only by a whole one.
 

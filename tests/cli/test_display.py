@@ -12,7 +12,7 @@ from infinity.train.reporter import Progress, Row, StepRecord
 RECORD = StepRecord(
     step=7, loss=2.5, grad_norm=0.75, lr=1e-3, tokens=2048, step_seconds=0.5, tokens_per_second=4096.0,
     nvme_read_bytes=1 << 30, nvme_write_bytes=1 << 29, unit_loads=20, cpu_memory_peak_bytes=0, rss_peak_bytes=0,
-    skipped=False, loss_scale=1.0,
+    skipped=False, loss_scale=1.0, all_gather_bytes=0, reduce_scatter_bytes=0, broadcast_bytes=0,
 )  # fmt: skip
 PROGRESS = Progress(num_steps=100, seconds_left=3723.0, cpu_memory_bytes=1 << 30, cpu_memory_budget_bytes=2 << 30)
 

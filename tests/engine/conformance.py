@@ -69,7 +69,7 @@ class Twins:
             if parameter.grad is None:
                 assert ours is None, name
             else:
-                require_close(ours, parameter.grad, name, rtol, atol)
+                require_close(ours, parameter.grad.float(), name, rtol, atol)
 
     def require_same_states(self, rtol: float = 1e-4, atol: float = 1e-5) -> None:
         """Every element of every master and both its moments is torch's."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import ODD_MLP, Kit, open_engine, require_same_state, settings
+from kit import ODD_MLP, TINY_GPT, Kit, open_engine, require_same_state, settings
 from test_skipped_steps import KIT as POISONED
 from test_skipped_steps import poisoned
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -145,3 +146,36 @@ def test_a_section_beside_a_scheduler_is_said(nvme: Path) -> None:
     with initialize(model=KIT.build(), config=named, lr_scheduler=MAKERS["lambda"]).engine as engine:
         assert engine.lr == LR
         assert "scheduler: has no effect because initialize was given an lr_scheduler." in engine.notes
+
+
+def test_a_warm_up_may_be_given_by_group(nvme: Path) -> None:
+    """A list has one number for each group: each group rises to its own, also where the other bound is one for all."""
+    config = settings(nvme, bf16=False, scheduler={"type": "WarmupLR", "params": {}})
+    config["scheduler"]["params"] = {"warmup_min_lr": 0.001, "warmup_max_lr": [0.1, 0.01], "warmup_num_steps": 4}
+    model = TINY_GPT.build()
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    groups = [{"params": matrices}, {"params": vectors}]
+    with open_engine(model, config, model_parameters=groups) as engine:
+        seen = []
+        for step in range(6):
+            seen.append(engine.get_lr())
+            engine.train_batch(TINY_GPT.batches(step, 1))
+            assert [group["lr"] for group in engine.optimizer.param_groups] == seen[-1]
+    shares = [math.log(step + 1) / math.log(4) for step in range(4)] + [1.0, 1.0]
+    assert seen == [pytest.approx([0.001 + 0.099 * share, 0.001 + 0.009 * share]) for share in shares]
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "LRRangeTest"])
+def test_a_list_of_another_length_is_refused(kind: str, nvme: Path) -> None:
+    """Two numbers for one group: initialize says how many there are; what contradicts another list is said by the parser."""
+    name = "lr_range_test_min_lr" if kind == "LRRangeTest" else "warmup_max_lr"
+    scheduler = {"type": kind, "params": {name: [0.1, 0.2], **({"total_num_steps": 9} if "Decay" in kind else {})}}
+    with pytest.raises(ConfigError, match=f"{name} has 2 numbers; there are 1 parameter groups"):
+        open_engine(TINY_GPT.build(), settings(nvme, scheduler=scheduler))
+    for wrong in ([], [0.1, -0.1], [0.1, "x"], "x", [[0.1]]):
+        with pytest.raises(ConfigError, match=name):
+            open_engine(TINY_GPT.build(), settings(nvme, scheduler={"type": kind, "params": {name: wrong}}))
+    both = {"warmup_min_lr": [0.0, 0.3], "warmup_max_lr": [0.1, 0.2]}
+    with pytest.raises(ConfigError, match=r"warmup_min_lr 0\.3 is more than warmup_max_lr 0\.2"):
+        open_engine(TINY_GPT.build(), settings(nvme, scheduler={"type": "WarmupLR", "params": both}))

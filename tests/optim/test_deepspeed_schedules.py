@@ -15,7 +15,7 @@ LR = 0.2
 
 def course(kind: str, *, num_steps: int | None = None, **params: object) -> Course:
     section = Config.from_any({"scheduler": {"type": kind, "params": params}}).scheduler
-    return build_course(section, group_lr=LR, num_steps=num_steps)
+    return build_course(section.of_group(0, 1), group_lr=LR, num_steps=num_steps)
 
 
 def rates(kind: str, steps: range, *, num_steps: int | None = None, **params: object) -> list[float]:

@@ -14,8 +14,9 @@ from training_fakes import Remembering, fake_options
 
 from infinity.checkpoint.manifest import CheckpointState, Counters, FileRecord, Fingerprint
 from infinity.checkpoint.writer import write_checkpoint
+from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import Layer
-from infinity.errors import DataError, DoesNotFit, SwapSpaceError
+from infinity.errors import DataError, DoesNotFit, StorageError, SwapSpaceError
 from infinity.train.options import TrainOptions, native_bf16, resolve_config
 from infinity.train.preflight import check_run, least_nvme_bytes
 
@@ -111,6 +112,35 @@ def test_memory_file_systems_are_said_to_be_ram(tmp_path: Path, data: Path) -> N
     reporter = Remembering()
     check_run(replace(fake_options(tmp_path / "out", data), config=config_for(memory)), reporter)
     assert len([note for note in reporter.notes if "tmpfs" in note]) == 1
+
+
+@pytest.mark.parametrize(("stage", "ranks", "expected"), [
+    (None, Ranks(0, 0, 4, 4), 12), (3, Ranks(2, 0, 4, 2), 6), (2, Ranks(0, 0, 4, 4), 10 + 4 * 2),
+    (0, Ranks(0, 0, 4, 4), 4 * 12), (1, Ranks(2, 0, 4, 2), 5 + 2 * 2), (0, ONE_RANK, 12),
+])  # fmt: skip
+def test_least_bytes_on_the_disks_of_one_machine(tmp_path: Path, stage: int | None, ranks: Ranks, expected: int) -> None:
+    """What a stage partitions counts once over all ranks, everything else for each rank of this machine; bf16, 10 + 2."""
+    given: dict[str, object] = {
+        f"zero_optimization.{name}.device": "nvme" for name in ("offload_optimizer", "offload_param")
+    }
+    if stage is not None:
+        given["zero_optimization.stage"] = stage
+    assert least_nvme_bytes(config_for(tmp_path, **given), 1000, ranks) == 1000 * expected
+
+
+def test_a_machine_is_checked_by_one_of_its_ranks(tmp_path: Path, data: Path) -> None:
+    """All ranks of a machine need their parts together; its other ranks leave the question, and the output, to the first."""
+    layers = [Layer("test", {"infinity.cpu_memory": "400GiB"})]
+    config = resolve_config(layers, model="gpt-70b", steps=6, has_native_bf16=True)
+    closed = tmp_path / "text" / "below-a-file"
+    options = replace(fake_options(tmp_path / "out", data), model="gpt-70b", config=config)
+    with pytest.raises(DoesNotFit, match=r"need 783\.06 GiB; the memory has 400\.00 GiB"):
+        check_run(options, Remembering(), Ranks(0, 0, 4, 4))
+    assert check_run(options, Remembering(), Ranks(0, 0, 4, 2)).batch.train_batch_size == 16
+    other = check_run(replace(options, output=closed), Remembering(), Ranks(1, 1, 4, 4))
+    assert other.ranks.global_rank == 1
+    with pytest.raises(StorageError, match="not a directory"):
+        check_run(replace(options, output=closed), Remembering(), Ranks(0, 0, 4, 2))
 
 
 @pytest.mark.parametrize(("is_bf16", "optimizer", "params", "expected"), [

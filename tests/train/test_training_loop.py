@@ -28,7 +28,8 @@ from infinity.train.summary import Summary
 
 METRICS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "nvme_read_bytes", "nvme_write_bytes",
-    "unit_loads", "cpu_memory_peak_bytes", "rss_peak_bytes", "skipped", "loss_scale",
+    "unit_loads", "cpu_memory_peak_bytes", "rss_peak_bytes", "skipped", "loss_scale", "all_gather_bytes",
+    "reduce_scatter_bytes", "broadcast_bytes",
 ]  # fmt: skip
 
 

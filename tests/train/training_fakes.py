@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from infinity.checkpoint.manifest import CheckpointState, Counters, Fingerprint
 from infinity.checkpoint.reader import open_checkpoint
 from infinity.checkpoint.specs import TensorSpec
 from infinity.checkpoint.writer import write_checkpoint
+from infinity.comm.group import Group
+from infinity.comm.local import Local
+from infinity.comm.open_group import Rendezvous, open_group
+from infinity.comm.watch import Pace
 from infinity.config import Layer
 from infinity.engine.results import IoFacts
 from infinity.memory.ledger import Ledger
 from infinity.models.gpt import build_meta_gpt
 from infinity.models.presets import preset
+from infinity.placement.plan import Link, LinkLine
 from infinity.states import Tier
 from infinity.telemetry.recorder import Recorder
 from infinity.train.options import TrainOptions, resolve_config
@@ -59,6 +66,9 @@ class FakePlan:
 
     nvme_bytes_per_second = None
     uses_nvme = False
+    links = (LinkLine(Link.RANKS, "weights gathered", 50), LinkLine(Link.TO_GPU, "weights", 7))
+    stage = 1
+    gradient_reduction = "boundary"
 
     def to_json(self) -> dict[str, object]:
         return {"fake": True}
@@ -77,6 +87,9 @@ class FakeResult:
     unit_loads: int = 4
     nvme_read_bytes: int = 100
     nvme_write_bytes: int = 0
+    all_gather_bytes: int = 30
+    reduce_scatter_bytes: int = 20
+    broadcast_bytes: int = 0
 
 
 @dataclass
@@ -92,12 +105,22 @@ class FakeUnit:
 
 
 class FakeEngine:
-    """Adds to one number what the tokens say; `skip_steps` are not finite, `step_seconds` is how long a step takes."""
+    """Adds to one number what the tokens of all ranks say, in the order of the step's micro-batches.
 
-    def __init__(self, step_seconds: float = 0.0, skip_steps: Sequence[int] = (), fail_at: int | None = None) -> None:
+    `skip_steps` are not finite, `step_seconds` is how long a step takes.
+    """
+
+    def __init__(
+        self,
+        step_seconds: float = 0.0,
+        skip_steps: Sequence[int] = (),
+        fail_at: int | None = None,
+        group: Group | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self.ledger = Ledger({Tier.CPU: 1 << 30})
         self.plan = FakePlan()
+        self.group = group or Local()
         self.recorder = Recorder()
         self.io = IoFacts("uring", registered_files=True, registered_buffers=False)
         self.pending_bytes = 0  # of the last step's update, written when something asks for the state or the next step runs
@@ -116,11 +139,16 @@ class FakeEngine:
         if self.steps == self._fail_at:
             raise OSError(28, "No space left on device")
         time.sleep(self._step_seconds)
-        for index, micro_batch in enumerate(micro_batches):
+        means = []
+        for micro_batch in micro_batches:
             tokens, targets = micro_batch["tokens"], micro_batch["targets"]
             assert tokens.dtype == targets.dtype == torch.int64
             assert torch.equal(tokens[:, 1:], targets[:, :-1])
-            self.state += float(tokens.double().mean()) * (index + 1)
+            means.append(float(tokens.double().mean()))
+        self.group.begin_step(self.steps)
+        of_ranks = self.group.gather(means, what="means")
+        for index, mean in enumerate(mean for of_rank in of_ranks for mean in of_rank):  # type: ignore[union-attr]
+            self.state += mean * (index + 1)  # type: ignore[operator]
         if self.steps in self._skip_steps:
             return FakeResult(float("nan"), float("inf"), 0.1, skipped=True, nvme_write_bytes=written)
         return FakeResult(1.0 / self.state, 2.0, 0.1, skipped=False, nvme_write_bytes=written)
@@ -142,7 +170,10 @@ class FakeEngine:
         counters = Counters(self.steps, self.steps, 0, self.steps, {})
         state = CheckpointState(Fingerprint((), {}), "fp32", counters, dict(client_state), None)
         self.recorder.count("nvme_read_bytes", 5000)
-        return write_checkpoint(directory, [FakeUnit(self.state)], state, keep=keep)
+        path = None
+        if self.group.rank == 0:
+            path = str(write_checkpoint(directory, [FakeUnit(self.state)], state, keep=keep))
+        return Path(str(self.group.gather(path, what="checkpoint")[0]))
 
     def load_checkpoint(self, path: Path) -> tuple[Path, Mapping[str, Any]]:
         with open_checkpoint(path) as checkpoint:
@@ -162,15 +193,28 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
+        self.group.close()
 
 
 def fake_options(output: Path, data: Path, nvme: Sequence[Path] = (), **changes: Any) -> TrainOptions:
     """Return options of a tiny run on `data` into `output`."""
     steps = changes.pop("steps", 6)
-    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "bf16.enabled": False}
+    batch = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": changes.pop("batch_size", 6), "bf16.enabled": False}
     layer = Layer("test", {**batch, "infinity.nvme": [str(path) for path in nvme]})
     config = resolve_config([layer], model="gpt-1m", steps=steps, has_native_bf16=False)
     return TrainOptions(config=config, model="gpt-1m", steps=steps, seq_len=16, data=(data,), output=output, **changes)
+
+
+def fake_group(store: dist.Store, rank: int, size: int) -> Group:
+    """Return the group of one rank over loopback; all ranks open theirs together."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return open_group(
+        Rendezvous(store, rank, size),
+        device=torch.device("cpu"),
+        recorder=Recorder(),
+        resident_bytes=lambda: 0,
+        pace=Pace(beat_seconds=0.05, dead_seconds=20.0),
+    )
 
 
 def opener(engine: FakeEngine) -> Any:
