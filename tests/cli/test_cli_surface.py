@@ -119,14 +119,14 @@ def test_every_preset_is_in_the_readme() -> None:
     assert [name for name in PRESETS if name not in readme] == []
 
 
-def leave_dead_run(directory: Path) -> Path:
+def leave_dead_run(directory: Path, name: str = "dead") -> Path:
     """Let another process make a run directory with a swap file, and die without removing it."""
     code = (
         "import os, sys; from pathlib import Path; from infinity.store.directory import claim_run\n"
-        "run = claim_run(Path(sys.argv[1]), 'dead'); (run.path / 'swap.bin').write_bytes(bytes(8192)); os._exit(9)"
+        "run = claim_run(Path(sys.argv[1]), sys.argv[2]); (run.path / 'swap.bin').write_bytes(bytes(8192)); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", code, str(directory)], env=ENVIRONMENT, check=False)
-    return directory / "infinity-dead"
+    subprocess.run([sys.executable, "-c", code, str(directory), name], env=ENVIRONMENT, check=False)
+    return directory / f"infinity-{name}"
 
 
 def test_clean_removes_dead_runs_and_nothing_else(tmp_path: Path) -> None:
@@ -146,6 +146,17 @@ def test_clean_removes_dead_runs_and_nothing_else(tmp_path: Path) -> None:
     assert not dead.exists()
     assert living.path.exists()
     assert (tmp_path / "mine.txt").read_text() == "mine"
+    living.close()
+
+
+def test_clean_knows_the_directories_of_ranks(tmp_path: Path) -> None:
+    """Of a job over ranks each directory has a state of its own: dead ones go, a living rank's stays."""
+    dead = [leave_dead_run(tmp_path, f"gpt-1m-rank{rank}") for rank in (0, 2)]
+    living = claim_run(tmp_path, "gpt-1m-rank1")
+    answer = CliRunner().invoke(app, ["clean", str(tmp_path)])
+    assert [name in answer.stdout for name in ("gpt-1m-rank0", "gpt-1m-rank1", "gpt-1m-rank2")] == [True] * 3
+    assert not any(path.exists() for path in dead)
+    assert living.path.exists()
     living.close()
 
 
