@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -72,7 +73,10 @@ def main() -> None:
     rows, target = fixed_batch()
     with open_job(arguments) as engine:
         num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
-        notes = {"infinity": infinity.__version__, "torch": torch.__version__, "configuration": configuration(arguments)}
+        notes = {
+            "infinity": infinity.__version__, "torch": torch.__version__, "configuration": configuration(arguments),
+            "traffic": [asdict(line) for line in engine.plan.traffic],
+        }  # fmt: skip
         report = run_steps(arguments.steps, lambda: engine.train_batch([(rows, target)]).loss, num_parameters, notes)
         engine.synchronize()
     print_report(report)
