@@ -20,7 +20,7 @@ from infinity.bench.spread import bootstrap_interval
 from infinity.store.checksums import checksum_kernels, open_checksums
 
 SETTING = next(setting for setting in SETTINGS if setting.name == "infinity 1 GiB, all on NVMe")
-MOST_SLOWER = 1.03  # the promise: step time with checksums over step time without
+MOST_SLOWER = 1.03  # the promise: step time with checksums over step time without; met where the whole interval is below
 SIZES = {"in a core's cache": 256 << 10, "a tile of 8 MiB": 8 << 20, "in memory": 1 << 30}
 
 
@@ -63,7 +63,7 @@ def tables(results: dict[str, Any]) -> str:
             [
                 words, f"{line['with']:.3f}", f"{line['without']:.3f}", f"{line['ratio']:.3f}",
                 f"{line['ratio_low']:.3f} to {line['ratio_high']:.3f}", f"{MOST_SLOWER}" if line["promised"] else "",
-                ("yes" if line["ratio"] <= MOST_SLOWER else "no") if line["promised"] else "",
+                ("yes" if line["ratio_high"] <= MOST_SLOWER else "no") if line["promised"] else "",
             ]
             for words, line in results["steps"].items()
         ],

@@ -2,8 +2,8 @@
 
 The prediction is the bound of a step under exact clipping, max(C, N) of forward and of backward. Bytes are those of the
 plan. N follows from the rates of `bench nvme` (1 MiB blocks, depth 32): as many bytes as are read and written are moved at
-the mixed rate, the rest alone. C is what two cores compute: the job's own passes timed without disk and optimizer, Adam from
-`bench adam`, checksums from the speed of CRC32C. While forward runs, optimizer state and gradients are read, state and
+the mixed rate, the rest alone. C is what the cores compute: the job's own passes timed without disk and optimizer, Adam by
+`bench adam`, checksums by the speed of CRC32C from memory on one core, shared out among all. While forward runs, optimizer state and gradients are read, state and
 weights written; while backward runs, gradients are written; weights are read in both. Nothing is taken from the run that is
 predicted. The disk's benchmark runs before and after training, for a shared disk drifts.
 """
@@ -33,7 +33,7 @@ from infinity.bench.nvme_run import run
 from infinity.optim.kernel import kernel_names
 
 JOBS = tuple(Job(traffic, 1 << 20, 32) for traffic in Traffic)
-ADAM_PATH, ADAM_PARAMETERS = "bf16_split", 100_000_000
+ADAM_PATH, ADAM_PARAMETERS = "bf16_split", 50_000_000
 MOST_DIFFERENCE = 0.2
 
 
@@ -106,7 +106,7 @@ def run_python(worker: str, *options: str) -> dict[str, Any]:
 
 def adam_parameters_per_second() -> float:
     """Return the median rate of the kernel and the threads that training uses."""
-    report = run_adam_benchmark(AdamSettings(ADAM_PARAMETERS, kernel_names()[0]))
+    report = run_adam_benchmark(AdamSettings(ADAM_PARAMETERS, kernel_names()[0], num_rounds=5))
     [rate] = [
         one.parameters_per_second for one in report.results if (one.path, one.kernel) == (ADAM_PATH, kernel_names()[0])
     ]
