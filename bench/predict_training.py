@@ -3,9 +3,10 @@
 The prediction is the bound of a step under exact clipping, max(C, N) of forward and of backward. Bytes are those of the
 plan. N follows from the rates of `bench nvme` (1 MiB blocks, depth 32): as many bytes as are read and written are moved at
 the mixed rate, the rest alone. C is what the cores compute: the job's own passes timed without disk and optimizer, Adam by
-`bench adam`, checksums by the speed of CRC32C from memory on one core, shared out among all. While forward runs, optimizer state and gradients are read, state and
-weights written; while backward runs, gradients are written; weights are read in both. Nothing is taken from the run that is
-predicted. The disk's benchmark runs before and after training, for a shared disk drifts.
+`bench adam`, checksums by the speed of CRC32C from memory on one core, shared out among all. While forward runs, optimizer
+state and gradients are read, state and weights written; while backward runs, gradients are written; weights are read in
+both. Nothing is taken from the run that is predicted. The disk's benchmark runs before and after it, for a shared disk
+drifts.
 """
 
 from __future__ import annotations
