@@ -21,9 +21,10 @@ from infinity.engine.open_step import OpenStep
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.parts import EngineParts
 from infinity.engine.persistence import StepCounts
+from infinity.engine.ranks import reason_words
 from infinity.engine.results import IoFacts, StepResult
 from infinity.engine.tags import LoadedCheckpoint
-from infinity.errors import StorageError
+from infinity.errors import IllegalTransition, StorageError
 from infinity.memory.ledger import Ledger, LedgerLine
 from infinity.not_offered import missing
 from infinity.placement.plan import Plan
@@ -257,7 +258,15 @@ class Engine:
         self._step.passes.say(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only sum gradients inside the block: the step's last micro-batch, and `step`, come after it."""
+        """Only sum gradients inside the block: the step's last micro-batch, and `step`, come after it.
+
+        Raises IllegalTransition where each micro-batch is summed over ranks by itself.
+        """
+        if self._parts.plan.gradient_reduction == "micro_batch":
+            raise IllegalTransition(
+                "no_sync was entered, but gradients are summed over ranks after every micro-batch.",
+                remedy='Set infinity.gradient_reduction to "boundary": whole gradients are kept until the step then.',
+            )
         return self._step.passes.hold_back("no_sync")
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
@@ -387,4 +396,6 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._parts.group.size > 1:  # others would wait for this rank
+            self._parts.group.fail(reason_words(error))
         self.close()

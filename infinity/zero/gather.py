@@ -14,7 +14,7 @@ from infinity.handles import AllOf, Handle
 from infinity.memory.arena import Buffer
 from infinity.memory.transfer import Mark, Transfers, Upload
 from infinity.store.layout import Section
-from infinity.zero.shard import Shard
+from infinity.zero.shard import Residency, Shard
 
 
 class Load(Protocol):
@@ -73,8 +73,11 @@ class GatherParts:
     def begin(self, shard: Shard, source: Buffer, device: torch.Tensor, load: Load | None, after: Mark | None) -> Upload:
         """Begin to gather the parts of every section; the ranks' parts lie in `device` as `shard.whole` says."""
         what = f"weights of {shard.layout.name}"
+        stays = shard.residency is not Residency.ABSENT and load is not None  # what no update changes is there
         pairs = [
-            (_owned(section, source), _whole(section, device)) for section in shard.layout.sections if section.unit_elements
+            (_owned(section, source), _whole(section, device))
+            for section in shard.layout.sections
+            if section.unit_elements and (section.trainable or not stays)
         ]
         if self._has_device_memory:
             return self._from_device(pairs, load, after, what)

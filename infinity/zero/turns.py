@@ -26,8 +26,9 @@ class Turns:
         self._order = tuple(order)
 
     def ready(self, shard: int) -> Iterator[int]:
-        """A shard is final as far as this rank goes: yield those whose turn has come."""
-        self._ready.setdefault(shard)
+        """A shard is final as far as this rank goes: yield those whose turn has come. One that has no turn is ignored."""
+        if shard in self._order:
+            self._ready.setdefault(shard)
         while self._num_over < len(self._order) and self._order[self._num_over] in self._ready:
             self._num_over += 1
             yield self._order[self._num_over - 1]
