@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "engine"))  # the models and settings of the engine's tests
+# The models and settings of the engine's tests; ranks as threads, of comm's.
+sys.path += [str(Path(__file__).resolve().parents[1] / room) for room in ("engine", "comm")]
 
 from rank_pool import RankPool
 
