@@ -285,7 +285,9 @@ class Loop:
             unit_loads=totals.unit_loads,
             cpu_memory_peak_bytes=mine.cpu_memory_peak_bytes,
             rss_peak_bytes=mine.rss_peak_bytes,
-            predicted_bytes_between_ranks=sum(line.num_bytes for line in plan.links if line.link is Link.RANKS),
+            predicted_bytes_between_ranks=sum(
+                line.num_bytes - line.bytes_in_slots for line in plan.links if line.link is Link.RANKS
+            ),
             stage=plan.stage,
             gradient_reduction=plan.gradient_reduction if self._together.size > 1 else None,
             num_ranks=self._together.size,

@@ -138,7 +138,7 @@ class Summary:
                 "I/O",
                 io_words(self.engine, registered_files=self.registered_files, registered_buffers=self.registered_buffers),
             ),
-            Row("NVMe", self._nvme_words()),
+            Row("NVMe" if self.num_ranks == 1 else "NVMe of rank 0", self._nvme_words()),
             *self._link_rows(),
             *self._memory_rows(),
         ]

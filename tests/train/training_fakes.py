@@ -66,7 +66,7 @@ class FakePlan:
 
     nvme_bytes_per_second = None
     uses_nvme = False
-    links = (LinkLine(Link.RANKS, "weights gathered", 50), LinkLine(Link.TO_GPU, "weights", 7))
+    links = (LinkLine(Link.RANKS, "weights gathered", 60, bytes_in_slots=10), LinkLine(Link.TO_GPU, "weights", 7))
     stage = 1
     gradient_reduction = "boundary"
 
