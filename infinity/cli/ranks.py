@@ -18,15 +18,18 @@ from infinity.launch.run import run_ranks
 from infinity.store.directory import remove_dead_runs
 from infinity.train.options import TrainOptions
 from infinity.train.output import Output, default_output
+from infinity.train.preflight import check_wanted
 
 
 def train_on_ranks(options: TrainOptions, num_ranks: int, *, need_gpus: bool) -> int:
     """Run this process's command line as `num_ranks` ranks and return the exit code of the job.
 
-    The swap files of ranks that died are removed. Raises ConfigError where `need_gpus` and there are fewer GPUs.
+    The swap files of ranks that died are removed. Raises ConfigError where `need_gpus` and there are fewer GPUs, and before
+    any rank is started what all of them would: ConfigError and DataError.
     """
     if need_gpus:
         require_gpus(num_ranks)
+    check_wanted(options, num_ranks)  # or every rank would say it
     command = [sys.executable, "-m", "infinity", *sys.argv[1:]]
     output = Output(options.output) if options.output else default_output(options.model)
     if options.output is None:  # every rank must know the same one

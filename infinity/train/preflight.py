@@ -34,6 +34,16 @@ _OPTIMIZER_BYTES = {"bf16": 2 + 8, "fp16": 4 + 8, "fp32": 8}
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run is about, wherever it runs."""
+
+    gpt: GPTConfig
+    batch: BatchSizes
+    corpus: Corpus
+    eval_corpus: Corpus | None
+
+
+@dataclass(frozen=True, slots=True)
 class Checked:
     """A run that may start, and what was found out about its surroundings."""
 
@@ -56,18 +66,24 @@ class Checked:
         return self.options.config
 
 
+def check_wanted(options: TrainOptions, num_ranks: int) -> Wanted:
+    """Check what every rank would find alike: counts, model, batch and data. Raises ConfigError and DataError."""
+    check_counts(options)
+    gpt, batch = preset(options.model), options.config.batch(num_ranks)
+    corpus, eval_corpus = _open_data(options)
+    return Wanted(gpt, batch, corpus, eval_corpus)
+
+
 def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK) -> Checked:
     """Check what `options` ask for and say what was chosen or is not available.
 
     Every rank checks for itself; what the ranks of a machine share (its memory and disks) is checked by one of them.
     Raises ConfigError, DataError, DoesNotFit, StorageError, SwapSpaceError, CheckpointError; then nothing is left behind.
     """
-    check_counts(options)
-    gpt, batch = preset(options.model), options.config.batch(ranks.world_size)
+    wanted = check_wanted(options, ranks.world_size)
     reporter = voice = Voice(reporter)
     for note in options.config.notes():
         reporter.note(note)
-    corpus, eval_corpus = _open_data(options)
     output = Output(options.output) if options.output else default_output(options.model)
     if ranks.speaks:
         check_output(output)
@@ -78,26 +94,27 @@ def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK
         directories = tuple(_check_nvme(path, undo, reporter) for path in options.config.nvme_directories)
         require_distinct(options.config.nvme_directories)
         if ranks.speaks_for_machine:
-            least, adopted_bytes = _least_bytes(options.config, parameter_count(gpt), ranks), _adopted_bytes(resume_from)
+            num_parameters, adopted_bytes = parameter_count(wanted.gpt), _adopted_bytes(resume_from)
+            least = _least_bytes(options.config, num_parameters, ranks)
             _require_space(_nvme_bytes(options.config, least) - adopted_bytes, directories)
             _require_room(options, sum(least.values()) - adopted_bytes, limit, directories)
         probes = {facts.path: probe(facts.path, options.config.infinity.engine) for facts in directories}
         for sentence in (note for found in probes.values() for note in found.notes):
             reporter.note(sentence)
         checked = Checked(
-            options,
-            gpt,
-            batch,
-            corpus,
-            eval_corpus,
-            output,
-            resume_from,
-            directories,
-            probes,
-            limit,
-            undo.pop_all(),
-            ranks,
-            tuple(voice.take_untold()),
+            options=options,
+            gpt=wanted.gpt,
+            batch=wanted.batch,
+            corpus=wanted.corpus,
+            eval_corpus=wanted.eval_corpus,
+            output=output,
+            resume_from=resume_from,
+            directories=directories,
+            probes=probes,
+            host_limit=limit,
+            undo=undo.pop_all(),
+            ranks=ranks,
+            notes=tuple(voice.take_untold()),
         )
     return checked
 

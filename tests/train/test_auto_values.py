@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.config import Config, Layer, SourcedValue, flag_layer
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, DataError
 from infinity.train.options import resolve_config
 
 AUTO_PARAMS = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
@@ -79,3 +79,32 @@ def test_print_config_shows_every_key_with_its_source_and_trains_nothing(tmp_pat
     assert lines["zero_optimization.stage"] == "left to the program  (default)"
     assert lines["tensorboard:"].startswith("has no effect")
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "exit_code", "words"),
+    [
+        (("--micro-batches", "5"), ConfigError.exit_code, "1 x 5 x 3 = 15"),
+        (("--seq-len", "100000000"), DataError.exit_code, "needed 100000001"),
+    ],
+)
+def test_what_every_rank_would_say_is_said_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], exit_code: int, words: str
+) -> None:
+    """--num-ranks: the batch arithmetic of all ranks, and the data, are errors of the launcher, said once."""
+    started: list[object] = []
+    monkeypatch.setattr("infinity.cli.ranks.run_ranks", lambda *arguments: started.append(arguments))
+    batch = ("--set", "train_batch_size=6", "--micro-batch-size", "1", "--output", str(tmp_path / "out"))
+    answer = CliRunner().invoke(app, ["train", "--num-ranks", "3", *batch, *more])
+    assert answer.exit_code == exit_code
+    assert answer.output.replace("\n", " ").count(words) == 1
+    assert started == []
+
+
+def test_the_configuration_of_a_job_is_that_of_its_ranks() -> None:
+    """--print-config with --num-ranks: the triple for so many."""
+    answer = CliRunner().invoke(
+        app, ["train", "--num-ranks", "3", "--set", "train_batch_size=12", "--micro-batch-size", "2", "--print-config"]
+    )
+    [line] = [line for line in answer.stdout.splitlines() if line.startswith("gradient_accumulation_steps")]
+    assert line.split(maxsplit=1)[1] == "2  (12 = 2 x 2 x 3 ranks)"
