@@ -22,6 +22,7 @@ from infinity.comm.watch import Watch
 from infinity.errors import CommError, IllegalTransition
 from infinity.handles import Promise
 from infinity.states import Lifecycle
+from infinity.telemetry.recorder import Recorder
 
 T = TypeVar("T")
 _TAG = 0
@@ -133,9 +134,10 @@ class Line:
     it is, on a daemon thread that keeps its buffers, until the process ends.
     """
 
-    def __init__(self, peers: Peers, watch: Watch) -> None:
+    def __init__(self, peers: Peers, watch: Watch, recorder: Recorder) -> None:
         self._peers = peers
         self._watch = watch
+        self._recorder = recorder  # gets a span "comm.exchange" for each job, from when all ranks have come to it
         self._changed = threading.Condition()
         self._jobs: deque[_Job[object]] = deque()  # the first is being made
         self._error: CommError | None = None
@@ -190,7 +192,8 @@ class Line:
                 job = self._jobs[0]
             try:
                 self._agree(job.entry)
-                job.make()
+                with self._recorder.span("comm.exchange", what=job.entry.what):
+                    job.make()
             except PeerLost as lost:
                 self.fail(self._watch.explain(lost, lost.peer))
                 return

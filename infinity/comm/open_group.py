@@ -109,7 +109,7 @@ def open_group(
         on_verdict=lambda error: verdicts[0].end_by(error),
     )
     peers = Peers(cast(PointToPoint, backend), rank, size)
-    line = Line(peers, watch)
+    line = Line(peers, watch, recorder)
     collectives = (
         open_gloo_collectives(line, peers)
         if device.type == "cpu"
