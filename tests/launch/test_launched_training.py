@@ -24,6 +24,7 @@ JOB = [
     "--model", "gpt-1m", "--seq-len", "64", "--micro-batch-size", "1", "--stage", "3", "--offload-optimizer", "nvme",
     "--offload-params", "nvme", "--cpu-memory", "700MiB",
 ]  # fmt: skip
+STEADY = ("--lr-schedule", "constant", "--warmup-steps", "0")  # so that a longer run begins as a shorter one does
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 V1 = Path("/sys/fs/cgroup/memory")
 
@@ -42,10 +43,9 @@ class Training:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the processes of the ranks."""
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
-            found[int(child.environ()["RANK"])] = child
-        return found
+        children = psutil.Process(self.process.pid).children()
+        told = [(child, child.environ().get("RANK")) for child in children]  # None: one that is being started
+        return {int(rank): child for child, rank in told if rank is not None}
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that training comes to; fail where it ends before."""
@@ -162,15 +162,15 @@ def test_ctrl_c_writes_one_checkpoint_and_training_goes_on_from_it(tmp_path: Pat
     """SIGINT to the launcher: all ranks stop after one step; the resumed run is the uninterrupted one, bit for bit."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "halves").mkdir()
-    with training(tmp_path / "whole", "--steps", "8", "--lr-schedule", "constant") as whole:
+    with training(tmp_path / "whole", "--steps", "8", *STEADY) as whole:
         assert whole.end()[0] == 0
-    with training(tmp_path / "halves", "--steps", "100000", "--lr-schedule", "constant") as first:
+    with training(tmp_path / "halves", "--steps", "100000", *STEADY) as first:
         first.wait_until(lambda: first.num_steps() >= 2)
         first.process.send_signal(signal.SIGINT)
         code, _, err = first.end()
         assert (code, err) == (128 + signal.SIGINT, "")
     num_done = first.num_steps()
     assert [path.name for path in (first.output / "checkpoints").iterdir()] == [f"step-{num_done:08d}"]
-    with training(tmp_path / "halves", "--steps", str(max(8, num_done)), "--lr-schedule", "constant") as second:
+    with training(tmp_path / "halves", "--steps", str(max(8, num_done)), *STEADY) as second:
         assert second.end()[0] == 0
     assert losses(second.output)[:8] == losses(whole.output)
