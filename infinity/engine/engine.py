@@ -324,7 +324,7 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all fp32 master values and the module's buffers, for models that fit in memory; tied names included.
 
-        Every rank calls it; rank 0 gets them, the others nothing.
+        Every rank calls it and gets them.
         """
         self.synchronize()
         return self._parts.persistence.state_dict()

@@ -6,7 +6,7 @@ that `engine.step()` takes next, averaged over its micro-batches and unclipped: 
 what a parameter does not have: no gradient in this step, no optimizer state where it is frozen.
 
 Over several ranks every rank makes the same calls in the same order; each takes what it owns from the full value that it is
-given, so that all have to give the same. Only a local master or optimizer state is read by a rank alone.
+given, so that all have to give the same.
 
 All raise ModelError for a parameter that no open engine has and for a value of another shape, and IllegalTransition at a
 time when there is nothing right to say: see `zero.access.ParameterStates`.

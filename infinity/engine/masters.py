@@ -42,7 +42,7 @@ class Masters:
             return join_master(weight, kept) if plane.name == "master_low" else kept
 
     def own(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
-        """Return the elements that this rank owns, 1-D. No other rank takes part. Raises OverBudget."""
+        """Return the elements that this rank owns, 1-D; where it has a part, no other rank is asked. Raises OverBudget."""
         if num_parts(shard.layout) == 1:
             return self.whole(shard, spec).reshape(-1)
         plane = MASTER_PLANES.get(spec.dtype)

@@ -26,7 +26,7 @@ from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.masters import Masters
 from infinity.engine.optimizer import Optimizer
-from infinity.engine.save_together import WRITER, write_together
+from infinity.engine.save_together import write_together
 from infinity.engine.shard_sources import BufferSource, ShardSource, load_buffers, load_shard
 from infinity.engine.tags import directory_of, find, note_latest
 from infinity.errors import CheckpointMismatch, SwapSpaceError
@@ -97,15 +97,11 @@ class Persistence:
                 yield spec.name, self._masters.whole(shard, spec)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all of them with the tied names, and the persistent buffers: on rank 0; nothing on the others."""
-        values: dict[str, torch.Tensor] = {}
-        is_kept = self._exchange.group.rank == WRITER
-        for name, master in self.full_parameters():
-            if is_kept:
-                values[name] = master
-        if is_kept:
-            values.update({alias: values[name] for alias, name in self._aliases().items()})
-            values.update({name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(self._module)})
+        """Return all of them with the tied names, and the persistent buffers, on every rank."""
+        values = dict(self.full_parameters())
+        for alias, name in self._aliases().items():
+            values[alias] = values[name]
+        values.update({name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(self._module)})
         return values
 
     def save(

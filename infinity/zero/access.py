@@ -16,9 +16,8 @@ class ParameterStates(Protocol):
     """The states of one parameter, wherever they live. Tensors are copies in host memory unless said otherwise.
 
     *Full* values have the parameter's shape, *local* ones are the elements that this rank owns, 1-D and in their order.
-    Over several ranks every rank makes the same calls in the same order (`set` takes from each what that rank owns); only
-    `get` of a local part asks no other rank. Every call makes pending updates first. Raises IllegalTransition while the
-    engine's module runs.
+    Over several ranks every rank makes the same calls in the same order; `set` takes from each what that rank owns. Every
+    call makes pending updates first. Raises IllegalTransition while the engine's module runs.
     """
 
     @property
