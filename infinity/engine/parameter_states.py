@@ -83,10 +83,12 @@ class StatesOfParameter:
     def let_go(self) -> None:
         self.access.ledger.give(self.access.compute_tier, OWNER, self._weight_bytes)
 
-    def of_rank(self, rank: int, weight: torch.Tensor) -> torch.Tensor:
-        values = weight.detach().reshape(-1).to("cpu")
-        self.access.exchange.broadcast(values, source=rank, what=f"what rank {rank} wrote to {self.name}")
-        return values.view(self.spec.shape)
+    def take_from(self, rank: int, weight: torch.Tensor) -> None:
+        exchange = self.access.exchange
+        if exchange.group.size > 1:
+            values = weight.reshape(-1).to("cpu")
+            exchange.broadcast(values, source=rank, what=f"what rank {rank} wrote to {self.name}")
+            weight.copy_(values.view(weight.shape))
 
     def on_every_rank(self, is_so: bool) -> list[bool]:
         return [bool(theirs) for theirs in self.access.exchange.group.gather(is_so, what=f"writes to {self.name}")]

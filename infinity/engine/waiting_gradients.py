@@ -210,7 +210,7 @@ class WaitingGradients:
         lease = self._fetch_spilled(shard)
         try:
             flat = self._host(shard)
-            return torch.cat([flat[run] for run in _state_runs(self._layouts[shard], parameter)])
+            return torch.cat([flat[:0], *(flat[run] for run in _state_runs(self._layouts[shard], parameter))])
         finally:
             if lease is not None:
                 self._leases.pop(shard).release()

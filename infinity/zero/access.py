@@ -29,8 +29,8 @@ class ParameterStates(Protocol):
 
     def let_go(self) -> None: ...
 
-    def of_rank(self, rank: int, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight that rank `rank` gives, in host memory; where `weight` is there, it is filled with that."""
+    def take_from(self, rank: int, weight: torch.Tensor) -> None:
+        """Fill `weight`, of the parameter's shape, with what rank `rank` gives."""
         ...
 
     def on_every_rank(self, is_so: bool) -> list[bool]:

@@ -76,10 +76,18 @@ class GatheredParameters:
         if modifier is None:
             self._refuse_edits()
             return
+        kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in self._gathered:
-            _keep(parameter, _values(parameter), _was_edited(parameter), modifier)
+            if _edits(parameter, _was_edited(parameter), modifier)[modifier]:
+                kept.append((parameter, _values(parameter)))
         for resident, before in self._resident:
-            _keep(resident, resident.detach(), not _same_bits(resident.detach(), before), modifier)
+            values = resident.detach()
+            if any(_edits(resident, not _same_bits(values, before), modifier)):
+                kept.append((resident, before.copy_(values)))
+        for parameter, values in kept:
+            states_of(parameter).take_from(modifier, values)
+        for parameter, values in kept:  # not before: a master of one may renew what is in memory of others
+            states_of(parameter).set("fp32", values.float(), local=False)
 
     def _refuse_edits(self) -> None:
         edited = []
@@ -103,17 +111,15 @@ class GatheredParameters:
         self._resident.clear()
 
 
-def _keep(parameter: nn.Parameter, values: torch.Tensor, was_edited: bool, modifier: int) -> None:
-    """Make what rank `modifier` has there the parameter's value on every rank, if it wrote."""
-    states = states_of(parameter)
-    edits = states.on_every_rank(was_edited)
+def _edits(parameter: nn.Parameter, was_edited: bool, modifier: int) -> list[bool]:
+    """Return which ranks have written to the parameter. Raises ModelError where there is no rank `modifier`."""
+    edits = states_of(parameter).on_every_rank(was_edited)
     if modifier not in range(len(edits)):
         raise ModelError(
             f"GatheredParameters was given modifier_rank={modifier}, but the ranks are 0 to {len(edits) - 1}.",
             remedy="Name the rank whose writes are kept.",
         )
-    if edits[modifier]:
-        states.set("fp32", states.of_rank(modifier, values).float(), local=False)
+    return edits
 
 
 def _values(parameter: AbsentParameter) -> torch.Tensor:

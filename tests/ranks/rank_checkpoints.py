@@ -105,7 +105,7 @@ def load(kit: str, config: Mapping[str, Any], directory: str) -> Seen:
 
 def adopt(config: Mapping[str, Any], checkpoint: str) -> None:
     """Take over a checkpoint in place."""
-    open_engine(TINY_GPT.build(), config, adopt=checkpoint).close()
+    open_engine(TINY_GPT.build(), config, adopt=Path(checkpoint)).close()
 
 
 def fill_the_disk_in_the_middle(config: Mapping[str, Any], directory: str) -> Seen:

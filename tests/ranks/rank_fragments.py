@@ -83,7 +83,7 @@ def _touch(engine: Engine, name: str, parameter: nn.Parameter, state: str, *, is
 
 
 def _replace_gradients(engine: Engine, kit: Kit, config: Mapping[str, Any], *, is_split: bool) -> None:
-    """Halve every gradient in full, double it by parts, and take the step."""
+    """Double every gradient in full, and again by parts, and take the step."""
     for micro_batch in own_batches(kit, config, 1):
         engine.backward(engine(*micro_batch))
     for name, parameter in engine.module.named_parameters():
@@ -94,12 +94,12 @@ def _replace_gradients(engine: Engine, kit: Kit, config: Mapping[str, Any], *, i
             continue
         assert gradient.shape == parameter.shape, name
         require_local(engine, local, gradient, name, is_split=is_split)
-        utils.safe_set_full_grad(parameter, gradient / 2)
-        require_equal(utils.safe_get_full_grad(parameter), gradient / 2, name)
+        utils.safe_set_full_grad(parameter, gradient * 2)
+        require_equal(utils.safe_get_full_grad(parameter), gradient * 2, name)
         local = utils.safe_get_local_grad(parameter)
         assert local is not None
-        utils.safe_set_local_grad(parameter, local * 4)
-        require_equal(utils.safe_get_full_grad(parameter), gradient * 2, name)
+        utils.safe_set_local_grad(parameter, local * 2)
+        require_equal(utils.safe_get_full_grad(parameter), gradient * 4, name)
     engine.step()
 
 
