@@ -84,10 +84,10 @@ class GatheredParameters:
             values = resident.detach()
             if any(_edits(resident, not _same_bits(values, before), modifier)):
                 kept.append((resident, before.copy_(values)))
-        for parameter, values in kept:
-            states_of(parameter).take_from(modifier, values)
-        for parameter, values in kept:  # not before: a master of one may renew what is in memory of others
-            states_of(parameter).set("fp32", values.float(), local=False)
+        for edited, values in kept:
+            states_of(edited).take_from(modifier, values)
+        for edited, values in kept:  # not before: a master of one may renew what is in memory of others
+            states_of(edited).set("fp32", values.float(), local=False)
 
     def _refuse_edits(self) -> None:
         edited = []
