@@ -82,19 +82,22 @@ def train_and_save(
     """Train and save; then, where asked, take some steps more and die without a word."""
     with open_engine(kit_of(kit).build(), config) as engine:
         losses = take(engine, kit_of(kit), config, range(num_steps))
+        torch.manual_seed(100 + rank_and_size()[0])  # each rank draws on its own beside the engine
         path = engine.save_checkpoint(directory, client_state={"rank": rank_and_size()[0]})
+        drawn = torch.rand(3).tolist()
         if die_after is not None:
             take(engine, kit_of(kit), config, range(num_steps, num_steps + die_after))
             os.kill(os.getpid(), signal.SIGKILL)
-        return seen(engine, losses, path=str(path))
+        return seen(engine, losses, path=str(path), drawn=drawn)
 
 
 def load_and_train(kit: str, config: Mapping[str, Any], directory: str, until: int) -> Seen:
     """Load into a model of other values and train on."""
     with open_engine(kit_of(kit).build(seed=9 + rank_and_size()[0]), config) as engine:
         loaded = engine.load_checkpoint(directory)
+        drawn = torch.rand(3).tolist()
         losses = take(engine, kit_of(kit), config, range(engine.global_steps, until))
-        return seen(engine, losses, client_state=loaded.client_state, path=str(loaded.path))
+        return seen(engine, losses, client_state=loaded.client_state, path=str(loaded.path), drawn=drawn)
 
 
 def load(kit: str, config: Mapping[str, Any], directory: str) -> Seen:

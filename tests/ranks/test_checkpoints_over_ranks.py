@@ -34,16 +34,21 @@ def on(nvme: Path, stage: int, *, optim: str = "nvme", params: str = "none", **o
     ("kit", "saved_on", "loaded_on"),
     [
         ("dropout-gpt", {"stage": 3, "params": "nvme"}, {"stage": 1}),
-        ("odd-mlp", {"stage": 2, "optim": "cpu", "bf16": False}, {"stage": 3, "params": "cpu", "bf16": False}),
+        pytest.param(
+            "odd-mlp",
+            {"stage": 2, "optim": "cpu", "bf16": False},
+            {"stage": 3, "params": "cpu", "bf16": False},
+            marks=pytest.mark.slow,
+        ),
         ("tiny-gpt", {"stage": 0, "fp16": {"initial_scale_power": 8}}, {"stage": 2, "fp16": {"initial_scale_power": 8}}),
-        ("lora-gpt", {"stage": 1}, {"stage": 0, "optim": "cpu"}),
+        pytest.param("lora-gpt", {"stage": 1}, {"stage": 0, "optim": "cpu"}, marks=pytest.mark.slow),
     ],
     ids=["3 to 1", "2 to 3", "0 to 2", "1 to 0"],
 )
 def test_two_ranks_resume_to_the_bit(
     kit: str, saved_on: dict[str, Any], loaded_on: dict[str, Any], ranks: RankPool, nvme: Path, tmp_path: Path
 ) -> None:
-    """C4, C104: saved and loaded on 2 ranks, in another stage and on other tiers: as if it had never stopped."""
+    """C104: saved and loaded on 2 ranks, in another stage and on other tiers: as if it had never stopped; generators too."""
     directory = str(tmp_path / "checkpoints")
     expected = ranks.run(2, train_through, kit=kit, config=on(nvme, **saved_on), num_steps=LAST)
     saved = ranks.run(2, train_and_save, kit=kit, config=on(nvme, **saved_on), num_steps=SAVED_AT, directory=directory)
@@ -51,14 +56,20 @@ def test_two_ranks_resume_to_the_bit(
     for rank in range(2):
         assert saved[rank].losses + resumed[rank].losses == expected[rank].losses
         assert (resumed[rank].weights, resumed[rank].moments) == (expected[0].weights, expected[0].moments)
+        assert resumed[rank].facts["drawn"] == saved[rank].facts["drawn"]
         assert resumed[rank].facts["client_state"] == {"rank": 0}  # rank 0's, for all
         assert resumed[rank].facts["path"] == saved[0].facts["path"] == saved[1].facts["path"]
 
 
 @pytest.mark.parametrize(
-    ("options", "fp16"), [({"bf16": True}, None), ({"bf16": False}, None), ({}, {"initial_scale_power": 8})],
+    ("options", "fp16"),
+    [
+        ({"bf16": True}, None),
+        pytest.param({"bf16": False}, None, marks=pytest.mark.slow),
+        pytest.param({}, {"initial_scale_power": 8}, marks=pytest.mark.slow),
+    ],
     ids=["bf16", "fp32", "fp16"],
-)  # fmt: skip
+)
 def test_saved_on_two_ranks_loads_on_one_and_three(
     options: dict[str, Any], fp16: dict[str, Any] | None, ranks: RankPool, nvme: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +89,7 @@ def test_saved_on_two_ranks_loads_on_one_and_three(
         assert (found.weights, found.moments) == (saved.weights, saved.moments)
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_to_the_bit(ranks: RankPool, nvme: Path, tmp_path: Path) -> None:
     """Both ranks die after a step that nothing kept: new processes load the checkpoint and end where one run had."""
     config, directory = on(nvme, 3, params="nvme"), str(tmp_path / "checkpoints")
