@@ -28,15 +28,22 @@ def on(nvme: Path, place: tuple[int, str, str], **options: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bf16": False}, {"fp16": {"initial_scale_power": 4}}], ids=["bf16", "fp32", "fp16"]
+    ("kit", "size", "options", "places"),
+    [
+        ("odd-mlp", 2, {"tile_bytes": "64KiB"}, PLACES[0::3]),
+        pytest.param("odd-mlp", 2, {"bf16": False}, PLACES, marks=pytest.mark.slow),
+        pytest.param("odd-mlp", 4, {"fp16": {"initial_scale_power": 4}}, PLACES, marks=pytest.mark.slow),
+        pytest.param("lora-gpt-embedding", 3, {}, PLACES, marks=pytest.mark.slow),
+        pytest.param("lora-gpt-embedding", 2, {"fp16": {"initial_scale_power": 4}}, PLACES, marks=pytest.mark.slow),
+    ],
+    ids=["bf16", "fp32", "fp16 on 4", "partly frozen on 3", "partly frozen fp16"],
 )
-@pytest.mark.parametrize(("kit", "size"), [("odd-mlp", 2), ("lora-gpt-embedding", 3)])
 def test_states_are_read_and_replaced_in_every_stage(
-    kit: str, size: int, options: dict[str, Any], ranks: RankPool, nvme: Path
+    kit: str, size: int, options: dict[str, Any], places: Sequence[tuple[int, str, str]], ranks: RankPool, nvme: Path
 ) -> None:
-    """Every state of every parameter, in full and by parts, checked by each rank; the steps after it agree to the bit."""
+    """C13: every state of every parameter, whole and by parts, checked by each rank; the steps after it agree to the bit."""
     first = None
-    for place in PLACES:
+    for place in places:
         runs = ranks.run(size, touch_every_state, kit=kit, config=on(nvme, place, **options))
         first = first or runs
         for run, reference in zip(runs, first, strict=True):
