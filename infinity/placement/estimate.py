@@ -51,6 +51,21 @@ def host_weight_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[in
     return weight_slots(request, drafts)[0], max(sizes)
 
 
+def last_in_slots(slotted: Sequence[UnitSize], num_slots: int) -> tuple[UnitSize, ...]:
+    """Return the units in the slots when forward turns into backward, which needs them first: the last ones of `slotted`.
+
+    What is called more than once is called last, too, as a head that is tied to an embedding.
+    """
+    again = [unit for unit in slotted if unit.visits > 1]
+    once = [unit for unit in slotted if unit.visits == 1]
+    return (*once, *again)[max(0, len(slotted) - num_slots) :]
+
+
+def first_in_slots(slotted: Sequence[UnitSize], num_slots: int) -> tuple[UnitSize, ...]:
+    """Return the units in the slots when backward turns into the next forward: the first ones."""
+    return tuple(slotted[:num_slots])
+
+
 def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
     """Return the bytes of the one buffer through which gradients on NVMe are written; 0 where none is there."""
     return max((draft.waiting_bytes for draft in drafts if draft.grads in (None, Tier.NVME)), default=0)
@@ -221,12 +236,11 @@ def _weight_traffic(request: PlanRequest, drafts: Sequence[Draft]) -> TrafficLin
     absent = [draft.unit for draft in drafts if draft.params in (None, Tier.NVME)]
     num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
     formula = sum(2 * num_passes * unit.visits * unit.weight_bytes for unit in absent)
-    # Where the order turns, the units in the slots are needed again first: the last ones when forward turns into backward,
-    # the first ones when backward turns into the next forward, of this step or the next.
-    num_slots, _ = weight_slots(request, drafts)
-    slotted = [draft for draft in drafts if not draft.stays_on(request.compute_tier)]
-    last, first = slotted[len(slotted) - num_slots :], slotted[:num_slots]
-    hits = num_passes * (_nvme_weight_bytes(last) + _nvme_weight_bytes(first))
+    # Also the first ones stay when the step ends: their update finds them in the slots.
+    slotted = [draft.unit for draft in drafts if not draft.stays_on(request.compute_tier)]
+    on_nvme = {unit.name for unit in absent}
+    found = (*last_in_slots(slotted, request.num_weight_slots), *first_in_slots(slotted, request.num_weight_slots))
+    hits = num_passes * sum(unit.weight_bytes for unit in found if unit.name in on_nvme)
     written = sum(unit.weight_bytes for unit in absent if unit.num_state_elements)
     return TrafficLine("weights", formula - hits, written, formula)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.placement.draft import Draft
+from infinity.placement.estimate import first_in_slots, last_in_slots
 from infinity.placement.plan import Link, LinkLine
 from infinity.placement.request import FP32_BYTES, GradientReduction, PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
@@ -75,13 +76,13 @@ def _gathered_bytes(unit: UnitSize, num_gathers: int) -> int:
 def _bytes_in_slots(request: PlanRequest) -> int:
     """Return what is not gathered again because it is in a slot when the order of work turns.
 
-    That is the last units when forward turns into backward, and the first ones when backward turns into the forward of the
-    next micro-batch: after the last one the weights are new.
+    At the turn from forward into backward, and from that into the forward of the next micro-batch: after the last one the
+    weights are new.
     """
-    sizes = [unit.gather_bytes for unit in request.units if unit.gathers_weights]
-    num_slots = min(len(sizes), request.num_weight_slots)
+    gathered = [unit for unit in request.units if unit.gathers_weights]
+    last, first = (find(gathered, request.num_weight_slots) for find in (last_in_slots, first_in_slots))
     num_passes = request.num_micro_batches if request.schedule is Schedule.HORIZONTAL else 1
-    return num_passes * sum(sizes[len(sizes) - num_slots :]) + (num_passes - 1) * sum(sizes[:num_slots])
+    return num_passes * sum(unit.gather_bytes for unit in last) + (num_passes - 1) * sum(unit.gather_bytes for unit in first)
 
 
 def host_lines(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[LinkLine, ...]:

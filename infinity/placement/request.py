@@ -111,10 +111,12 @@ class PlanRequest:
         """Bytes of a unit's sums that are written in one step, and as many read, where they wait on NVMe.
 
         Each sum crosses between two micro-batches, and all but the last one once more until they are added up. Parameters
-        of no unit get gradients all the way through backward, so theirs give way to others every time.
+        of no unit get gradients all the way through backward, so theirs give way to others every time. So do parts of what
+        was reduced: they are rounded when the reduction of the last unit is over.
         """
         num_sums = self.num_sums(unit)
         if not num_sums:
             return 0
-        num_crossings = num_sums * self.num_micro_batches - (0 if unit.is_root else 1)
+        stays_last = not unit.is_root and self.reduction is GradientReduction.BOUNDARY
+        num_crossings = num_sums * self.num_micro_batches - (1 if stays_last else 0)
         return num_crossings * self.sum_bytes(unit)
