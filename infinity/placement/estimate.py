@@ -66,9 +66,15 @@ def first_in_slots(slotted: Sequence[UnitSize], num_slots: int) -> tuple[UnitSiz
     return tuple(slotted[:num_slots])
 
 
-def gradient_slot_bytes(drafts: Sequence[Draft]) -> int:
-    """Return the bytes of the one buffer through which gradients on NVMe are written; 0 where none is there."""
-    return max((draft.waiting_bytes for draft in drafts if draft.grads in (None, Tier.NVME)), default=0)
+def gradient_slots(request: PlanRequest, drafts: Sequence[Draft]) -> tuple[int, int]:
+    """Return number and bytes of the buffers through which gradients on NVMe are read and written; 0 where none is there.
+
+    One does, but where a unit's sum is on its way into its reduction while the unit before comes out of its own.
+    """
+    num_bytes = max((draft.waiting_bytes for draft in drafts if draft.grads in (None, Tier.NVME)), default=0)
+    if not num_bytes:
+        return 0, 0
+    return 2 if request.num_ranks > 1 and _waits_whole(request) else 1, num_bytes
 
 
 def device_gradient_bytes(request: PlanRequest) -> int:
@@ -179,10 +185,12 @@ def _gradient_lines(request: PlanRequest, drafts: Sequence[Draft], num_tile_slot
     if request.compute_tier is Tier.GPU:
         counts = "one unit's gradient on its way to RAM"
         lines.append(MemoryLine(Tier.GPU, Owner.GRADIENT_SLOTS, device_gradient_bytes(request), counts))
-    if slot_bytes := gradient_slot_bytes(drafts):
+    num_slots, slot_bytes = gradient_slots(request, drafts)
+    if num_slots:
         pages = num_tile_slots * tile_gradient_bytes(request)
-        counts = f"one unit's gradient on its way to NVMe, and {num_tile_slots} tiles' gradients on their way back"
-        lines.append(MemoryLine(Tier.CPU, Owner.GRADIENT_SLOTS, slot_bytes + pages, counts))
+        whose = "one unit's gradient" if num_slots == 1 else "two units' gradients"
+        counts = f"{whose} on the way to NVMe, and {num_tile_slots} tiles' gradients on their way back"
+        lines.append(MemoryLine(Tier.CPU, Owner.GRADIENT_SLOTS, num_slots * slot_bytes + pages, counts))
     lines.append(_accumulator_line(request))
     return lines
 

@@ -129,7 +129,7 @@ class Plan:
     host_weight_slot_bytes: int
     num_tile_slots: int  # 0 where no tile is on NVMe
     tile_slot_bytes: int
-    num_gradient_slots: int  # 1 where a gradient is on NVMe
+    num_gradient_slots: int  # 0 where no gradient is on NVMe
     gradient_slot_bytes: int
     tile_gradient_bytes: int  # for each tile in flight, where a gradient is on NVMe
     memory: tuple[MemoryLine, ...]

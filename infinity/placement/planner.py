@@ -8,7 +8,7 @@ from infinity.placement.contradictions import require_consistent
 from infinity.placement.draft import Draft
 from infinity.placement.estimate import (
     disk_lines,
-    gradient_slot_bytes,
+    gradient_slots,
     host_weight_slots,
     memory_lines,
     reduction_bytes,
@@ -58,7 +58,7 @@ def _assigned(best: Candidate) -> tuple[Draft, ...]:
 def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) -> Plan:
     num_slots, slot_bytes = weight_slots(request, drafts)
     num_host_slots, host_slot_bytes = host_weight_slots(request, drafts)
-    gradient_bytes = gradient_slot_bytes(drafts)
+    num_gradient_slots, gradient_bytes = gradient_slots(request, drafts)
     streams_tiles = any(draft.has_nvme_tiles for draft in drafts)
     budgets = [(Tier.CPU, request.cpu_memory_bytes)]
     if request.gpu_memory_bytes is not None:
@@ -76,7 +76,7 @@ def _plan(request: PlanRequest, drafts: tuple[Draft, ...], num_tile_slots: int) 
         host_weight_slot_bytes=host_slot_bytes,
         num_tile_slots=num_tile_slots if streams_tiles else 0,
         tile_slot_bytes=tile_slot_bytes(drafts) if streams_tiles else 0,
-        num_gradient_slots=1 if gradient_bytes else 0,
+        num_gradient_slots=num_gradient_slots,
         gradient_slot_bytes=gradient_bytes,
         tile_gradient_bytes=tile_gradient_bytes(request) if gradient_bytes else 0,
         memory=memory_lines(request, drafts, num_tile_slots=num_tile_slots),

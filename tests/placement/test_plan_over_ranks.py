@@ -193,6 +193,23 @@ def test_sums_between_micro_batches_wait_whole_or_in_parts(stage: int, asked: Gr
     assert lines(plan)[Tier.CPU, Owner.ACCUMULATORS] == made
 
 
+@pytest.mark.parametrize("reduction", list(GradientReduction))
+def test_whole_sums_on_nvme_need_a_second_buffer(reduction: GradientReduction) -> None:
+    """One unit's sum goes into its reduction while the part of the unit before comes out and is written."""
+    plan = make_plan(request(1, 2, schedule=Schedule.HORIZONTAL, gradient_reduction=reduction, grads="nvme"))
+    is_whole = reduction is GradientReduction.BOUNDARY
+    slot = pages(4 * part("a", 2) * (2 if is_whole else 1))
+    assert (plan.num_gradient_slots, plan.gradient_slot_bytes) == (2 if is_whole else 1, slot)
+    assert lines(plan)[Tier.CPU, Owner.GRADIENT_SLOTS] == plan.num_gradient_slots * slot + (plan.num_tile_slots or 8) * (
+        pages(2 * 8192) + PAGE_BYTES
+    )
+    sums = {line.what: line for line in plan.traffic}["gradients"]
+    finished = sum(pages(2 * part(name, 2)) for name in ELEMENTS)
+    crossings = {name: A if name == "root" or not is_whole else A - 1 for name in ELEMENTS}
+    moved = sum(crossings[name] * pages(4 * part(name, 2) * (2 if is_whole else 1)) for name in ELEMENTS)
+    assert (sums.read_bytes, sums.write_bytes) == (finished + moved, finished + moved)
+
+
 def test_vertical_order_reduces_once_whatever_is_asked() -> None:
     """There no sums wait between micro-batches."""
     plan = make_plan(request(3, 2, gradient_reduction=GradientReduction.MICRO_BATCH))
