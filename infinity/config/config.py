@@ -40,6 +40,7 @@ class Config(Section):
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: GradDtype = "fp32"  # to which a gradient is rounded before it is summed over ranks, in fp32
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     infinity: InfinitySection = InfinitySection()
@@ -233,6 +234,11 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
     own = config.infinity
     if own.gradient_reduction == "micro_batch" and own.schedule == "vertical":
         notes.append("infinity.gradient_reduction: has no effect because vertical order reduces once a step.")
+    if config.communication_data_type != "fp32":
+        notes.append(
+            f"communication_data_type: gradients are rounded to {config.communication_data_type} before they are summed "
+            "over ranks, and once more when the sum is final."
+        )
     for name, section in config._offload_sections():
         if section.nvme_path and section.device not in ("auto", "nvme"):
             notes.append(f"zero_optimization.{name}.nvme_path: has no effect because its device is {section.device}.")

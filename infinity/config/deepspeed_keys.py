@@ -53,7 +53,6 @@ KNOWN: dict[str, KnownKey] = {
     "managed_gradient_accumulation": _refused("is always on", True),
     "zero_allow_untested_optimizer": KnownKey(bool, "has no effect because unsupported optimizers are refused by name"),
     "zero_force_ds_cpu_optimizer": KnownKey(bool, "has no effect because one Adam kernel serves every tier"),
-    "communication_data_type": KnownKey(str, _FP32_SUMS),
     "seq_parallel_communication_data_type": KnownKey(str, "has no effect because no sequence is split over ranks"),
     "prescale_gradients": KnownKey(bool, _FP32_SUMS),
     "gradient_predivide_factor": KnownKey(_NUMBER, _FP32_SUMS),

@@ -20,7 +20,7 @@ from infinity.comm.group import Group, minimum
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
-from infinity.engine.cut import CutModel, cut
+from infinity.engine.cut import DTYPE_NAMES, CutModel, cut
 from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
 from infinity.engine.engine import Engine
@@ -276,6 +276,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         slots=gradient_slots,
         kernel=kernel,
         grad_dtype=grad_dtype,
+        sent_dtype=DTYPE_NAMES[config.communication_data_type],
         update_now=weights.update_now,
         compute=compute,
         ledger=ledger,

@@ -48,6 +48,7 @@ def open_gradient_path(
     slots: BufferPool | None,
     kernel: AdamKernel,
     grad_dtype: str,
+    sent_dtype: str,
     update_now: Callable[[Sequence[int]], None],
     compute: ComputeDevice,
     ledger: Ledger,
@@ -57,7 +58,9 @@ def open_gradient_path(
     layouts, is_one_rank = pieces.unit_layouts, group.size == 1
     buffers = None
     if not is_one_rank:
-        buffers = open_reduction_buffers(plan, pieces, TORCH_DTYPES[grad_dtype], compute, ledger, resources)
+        buffers = open_reduction_buffers(
+            plan, pieces, TORCH_DTYPES[sent_dtype], TORCH_DTYPES[grad_dtype], compute, ledger, resources
+        )
     waiting = WaitingGradients(
         store=store,
         layouts=layouts,

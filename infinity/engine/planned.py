@@ -84,6 +84,7 @@ def plan_for(
         num_local_ranks=num_local,
         num_ranks=ranks.world_size,
         gradient_reduction=None if own.gradient_reduction is None else GradientReduction(own.gradient_reduction),
+        reduced_element_bytes=ELEMENT_BYTES[DTYPE_NAMES[config.communication_data_type]],
         scratch_bytes=scratch_bytes(ranks.world_size) if gpu_bytes is None else 0,
     )
     most_groups = max((len(unit.groups) for unit in pieces.units), default=1)  # a call holds all of its unit's at once

@@ -65,21 +65,22 @@ def open_kept_weights(
 class ReductionBuffers:
     """Where one unit's gradient is summed over ranks, on the compute device."""
 
-    flat: torch.Tensor  # fp32, of the largest whole unit
+    flat: torch.Tensor  # of the largest whole unit, in the dtype of communication
     part: torch.Tensor  # grad_dtype, of the largest part; empty where the rest is not gathered
 
 
 def open_reduction_buffers(
-    plan: Plan, pieces: CutModel, grad_dtype: torch.dtype, compute: ComputeDevice, ledger: Ledger, resources: ExitStack
-) -> ReductionBuffers:
-    """Reserve what `plan.reduction_bytes` counts, and book what collectives take beside it."""
-    flat_bytes = max(layouts.whole.num_state_elements for layouts in pieces.unit_layouts) * torch.float32.itemsize
+    plan: Plan, pieces: CutModel, sent: torch.dtype, grad_dtype: torch.dtype, compute: ComputeDevice, ledger: Ledger,
+    resources: ExitStack,
+) -> ReductionBuffers:  # fmt: skip
+    """Reserve what `plan.reduction_bytes` counts, and book what collectives take; `sent`: the dtype of communication."""
+    flat_bytes = max(layouts.whole.num_state_elements for layouts in pieces.unit_layouts) * sent.itemsize
     everything = _on_device(plan.reduction_bytes, compute, ledger, Owner.REDUCTION, resources)
     scratch = plan.owner_bytes(Owner.REDUCTION) - plan.reduction_bytes
     ledger.take(Tier.CPU, Owner.REDUCTION.value, scratch)
     resources.callback(ledger.give, Tier.CPU, Owner.REDUCTION.value, scratch)
     part = everything[round_up(flat_bytes, PAGE_BYTES) :]
-    return ReductionBuffers(everything[:flat_bytes].view(torch.float32), part.view(grad_dtype))
+    return ReductionBuffers(everything[:flat_bytes].view(sent), part.view(grad_dtype))
 
 
 def open_device_gradient(

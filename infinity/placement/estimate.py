@@ -134,7 +134,7 @@ def reduction_bytes(request: PlanRequest) -> int:
     if request.num_ranks == 1:
         return 0
     largest = max(unit.num_gradient_elements for unit in request.units)
-    sums = round_up(largest * FP32_BYTES, PAGE_BYTES)
+    sums = round_up(largest * request.reduced_element_bytes, PAGE_BYTES)
     if is_partitioned(request.stage, StateKind.OPTIM):
         return sums
     return sums + round_up(largest // request.num_ranks * request.grad_element_bytes, PAGE_BYTES)
@@ -142,7 +142,7 @@ def reduction_bytes(request: PlanRequest) -> int:
 
 def reduction_lines(request: PlanRequest) -> list[MemoryLine]:
     """Return what sums over ranks take: their buffers on the compute tier, and what collectives take in RAM."""
-    buffers, counts = reduction_bytes(request), "one unit's gradient in fp32 while it is summed over ranks"
+    buffers, counts = reduction_bytes(request), "one unit's gradient while it is summed over ranks"
     if request.compute_tier is Tier.CPU:
         return [MemoryLine(Tier.CPU, Owner.REDUCTION, buffers + request.scratch_bytes, f"{counts}, and what that takes")]
     return [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from infinity.placement.draft import Draft
 from infinity.placement.estimate import first_in_slots, last_in_slots
 from infinity.placement.plan import Link, LinkLine
-from infinity.placement.request import FP32_BYTES, GradientReduction, PlanRequest, Schedule
+from infinity.placement.request import GradientReduction, PlanRequest, Schedule
 from infinity.placement.sizes import UnitSize
 from infinity.placement.stages import is_partitioned
 from infinity.states import StateKind, Tier
@@ -58,7 +58,11 @@ def collective_lines(request: PlanRequest) -> tuple[LinkLine, ...]:
             others(sum(_gathered_bytes(unit, counts.weight_gathers) for unit in request.units)),
             others(_bytes_in_slots(request)),
         ),
-        LinkLine(Link.RANKS, "gradients reduced", others(counts.reductions * num_elements * FP32_BYTES)),
+        LinkLine(
+            Link.RANKS,
+            "gradients reduced",
+            others(counts.reductions * num_elements * request.reduced_element_bytes),
+        ),
         LinkLine(
             Link.RANKS, "gradients gathered", others(counts.gradient_gathers * num_elements * request.grad_element_bytes)
         ),

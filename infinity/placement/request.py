@@ -51,6 +51,7 @@ class PlanRequest:
     num_local_ranks: int = 1  # that share the machine: what an error says of RAM and disk is for all of them
     num_ranks: int = 1
     gradient_reduction: GradientReduction | None = None  # None: each micro-batch where gradients are partitioned
+    reduced_element_bytes: int = FP32_BYTES  # of a gradient while it is summed over ranks
     scratch_bytes: int = 0  # of RAM, that collectives take for as long as the ranks are together
 
     @property

@@ -1,6 +1,6 @@
 """Gradients over several ranks: a unit's sum is added up over ranks, and this rank's part goes on to where it waits.
 
-Each element is summed in fp32 in the order of the ranks, whatever the stage (docs/numerics.md). One unit is reduced while
+Each element is summed in the order of the ranks, whatever the stage (docs/numerics.md). One unit is reduced while
 the next one's backward runs. The mean over ranks is in what backward began with.
 """
 
@@ -76,7 +76,7 @@ class RankReduction:
     ) -> None:
         self._group = group
         self._layouts = layouts
-        self._flat = flat  # fp32 [elements of the largest whole unit], on the compute device
+        self._flat = flat  # [elements of the largest whole unit] in the dtype of communication, on the compute device
         self._target = target
         self._part_sums = part_sums  # where every micro-batch is reduced by itself
         self._sums_up = False  # micro-batches, in this step

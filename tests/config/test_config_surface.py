@@ -62,6 +62,7 @@ FIELDS: dict[str, object] = {
     "fp16.consecutive_hysteresis": True,
     "fp16.min_loss_scale": 0.5,
     "data_types.grad_accum_dtype": "fp32",
+    "communication_data_type": "bf16",
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.offload_optimizer.nvme_path": ["/a", "/b"],
@@ -95,7 +96,7 @@ FIELDS: dict[str, object] = {
 _KNOWN_WITHOUT_EFFECT = """
 activation_checkpointing aio.intra_op_parallelism aio.overlap_events aio.single_submit aio.use_gds
 bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.check_grad_overflow bf16.immediate_grad_update checkpoint
-comet comms_logger communication_data_type csv_monitor data_parallel_size data_types.buffer_dtype data_types.param_dtype
+comet comms_logger csv_monitor data_parallel_size data_types.buffer_dtype data_types.param_dtype
 disable_allgather dump_state flops_profiler fp16.auto_cast fp16.fp16_master_weights_and_grads
 gradient_allreduce_op gradient_predivide_factor graph_harvesting log_level
 managed_gradient_accumulation memory_breakdown optimizer.legacy_fusion optimizer.params.amsgrad

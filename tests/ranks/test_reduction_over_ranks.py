@@ -83,16 +83,20 @@ def part_of(whole, flat, rank, size):
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_gets_its_part_of_the_sum_in_the_order_of_the_ranks(size):
-    """Bit for bit, for sections of two dtypes and a parameter of one element; a unit that nobody touched is zeros."""
+def test_every_rank_gets_its_part_of_the_sum_in_the_order_of_the_ranks(size, sent):
+    """Bit for bit, for sections of two dtypes and a parameter of one element; a unit that nobody touched is zeros.
+
+    Sent in bf16 each rank's gradient is rounded, summed in fp32 and rounded again.
+    """
     with ranks(size) as groups:
 
         def job(rank):
             layouts = layouts_of(rank, size)
             target = Parts(layouts)
             whole = layouts[0].whole
-            flat = torch.empty(whole.num_state_elements)
+            flat = torch.empty(whole.num_state_elements, dtype=sent)
             reduction = RankReduction(group=groups[rank], layouts=layouts, flat=flat, target=target, part_sums=None)
             for shard in (2, 0):
                 reduction.publish(shard, [FinalRun(0, gradient(rank, shard, 0, whole))], frozenset({"a"} if rank else ()))
@@ -108,9 +112,10 @@ def test_every_rank_gets_its_part_of_the_sum_in_the_order_of_the_ranks(size):
             (2, frozenset({"a"} if rank else ())), (0, frozenset({"a"} if rank else ())), (1, frozenset())
         ]  # fmt: skip
         for shard, flat, _ in published:
-            total = gradient(0, shard, 0, whole)
+            total = gradient(0, shard, 0, whole).to(sent).float()
             for other in range(1, size):
-                total = total + gradient(other, shard, 0, whole)
+                total = total + gradient(other, shard, 0, whole).to(sent).float()
+            total = total.to(sent).float()
             expected = torch.zeros_like(total) if shard == 1 else total
             assert torch.equal(flat, part_of(whole, expected, rank, size))
 
