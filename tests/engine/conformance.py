@@ -62,6 +62,18 @@ class Twins:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Return the fp32 master of every parameter, on every rank."""
+        found = {name: utils.safe_get_full_fp32_param(one) for name, one in self.engine.module.named_parameters()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def make_equal(self) -> None:
+        """Give the plain module the engine's masters, so that rounding does not add up."""
+        masters = self.masters()
+        with torch.no_grad():
+            for name, parameter in self.plain.named_parameters():
+                parameter.copy_(masters[name])
+
     def require_same_gradients(self, rtol: float = 1e-4, atol: float = 1e-6) -> None:
         """Every element of every gradient that waits for the step is torch's; where torch has none there is none."""
         for name, parameter in self.plain.named_parameters():

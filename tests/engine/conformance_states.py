@@ -69,11 +69,11 @@ def alternating(step: int, num: int, dtype: torch.dtype) -> list[MicroBatch]:
 def unbalanced_gradients(nvme: str, **job: Any) -> None:
     """Each rank's micro-batches take other branches: one rank's gradient counts; the third branch keeps every bit."""
     with Twins(seeded(Branchy), nvme, **job) as twins:
-        initial = twins.engine.state_dict()
+        initial = twins.masters()
         for step in range(6):
             train_one_step(twins, alternating, step)
         twins.require_same_states()
-        final = twins.engine.state_dict()
+        final = twins.masters()
         for name in ("branches.2.weight", "branches.2.bias"):
             assert torch.equal(final[name], initial[name])
         for name, parameter in twins.plain.named_parameters():
@@ -102,7 +102,7 @@ def edited_states(nvme: str, **job: Any) -> None:
         local_master = utils.safe_get_local_fp32_param(weight)
         assert local_master is not None
         assert utils.safe_get_local_optimizer_state(weight, "exp_avg").numel() == local_master.numel()  # type: ignore[union-attr]
-        twins.plain.load_state_dict(twins.engine.state_dict())  # rounding alone: edits are compared from equal masters
+        twins.make_equal()  # rounding alone: edits are compared from equal masters
         own, everybodys = twins.batches(kit_of("odd-mlp").batches, 1)
         twins.engine.backward(twins.engine(*own[0]))
         for batch in everybodys:
@@ -140,14 +140,14 @@ def one_rank_overflows(nvme: str, **job: Any) -> None:
         for step in range(4):
             own, _ = twins.batches(kit_of("odd-mlp").batches, step)
             is_bad = step == 1 and engine.global_rank == engine.world_size - 1
-            before = engine.state_dict()
+            before = twins.masters()
             rates.append(engine.get_lr()[0])
             engine.backward(engine(*(poisoned(own[0]) if is_bad else own[0])))
             engine.step()
             norms.append(engine.get_global_grad_norm())
             assert engine.was_step_applied() == (step != 1)
             if step == 1:
-                after = engine.state_dict()
+                after = twins.masters()
                 assert all(torch.equal(after[name], value) for name, value in before.items())
                 assert set(engine.optimizer.steps.values()) == {1}
         assert [math.isfinite(norm or 0.0) for norm in norms] == [True, False, True, True]
@@ -229,7 +229,7 @@ def gathered_writes(nvme: str, **job: Any) -> None:
     with Twins(seeded(OddMlp), nvme, **job) as twins:
         draw = kit_of("odd-mlp").batches
         train_one_step(twins, draw, 0)
-        twins.plain.load_state_dict(twins.engine.state_dict())
+        twins.make_equal()
         average = {name: torch.zeros(parameter.shape) for name, parameter in twins.plain.named_parameters()}
         with infinity.zero.GatheredParameters(twins.engine.module.parameters(), modifier_rank=0), torch.no_grad():
             for name, parameter in twins.engine.module.named_parameters():
@@ -240,8 +240,8 @@ def gathered_writes(nvme: str, **job: Any) -> None:
             for name, parameter in twins.plain.named_parameters():
                 assert torch.equal(average[name], torch.zeros(parameter.shape).lerp_(parameter, 0.1))
                 parameter.mul_(0.5)
-        for name, value in twins.engine.state_dict().items():
-            assert torch.equal(value, twins.plain.state_dict()[name]), name
+        for name, value in twins.masters().items():
+            assert torch.equal(value, twins.plain.get_parameter(name).detach()), name
         train_one_step(twins, draw, 1)
         twins.require_same_states()
 

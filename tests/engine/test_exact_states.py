@@ -8,7 +8,7 @@ from pathlib import Path
 import conformance_states as checks
 import pytest
 
-TIERS = [("nvme", "nvme"), ("cpu", "cpu")]
+TIERS = [("nvme", "nvme"), pytest.param(("cpu", "cpu"), marks=pytest.mark.slow)]
 CHECKS = [
     checks.unbalanced_gradients,
     checks.edited_states,
@@ -20,14 +20,14 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("model", checks.MODELS)
 def test_every_element_is_torchs(model: str, tiers: tuple[str, str], nvme: Path) -> None:
     """C72: gradients, masters and moments of odd sizes, tied and frozen parameters, element by element."""
     checks.exact_gradients(str(nvme), model=model, optim=tiers[0], params=tiers[1])
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_states_follow_torch(check: Callable[..., None], tiers: tuple[str, str], nvme: Path) -> None:
     """C75, C77, C79, C83, C86, C94, C100: what each check says, in RAM and on NVMe."""
