@@ -14,12 +14,16 @@ def together(group: Group, *, what: str) -> Iterator[None]:
     """Run the block on every rank; where it raises an InfinityError on one, it raises one of the same class on all.
 
     The block makes no calls of the group. Where several ranks fail, each raises its own error, the others the first.
+    Any other exception ends the group.
     """
     error: InfinityError | None = None
     try:
         yield
     except InfinityError as caught:
         error = caught
+    except BaseException as caught:
+        group.fail(f"{what}: {type(caught).__name__}: {caught}")
+        raise
     outcomes = group.gather(None if error is None else error_to_json(error), what=what)
     if error is not None:
         raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_threads import on_every_rank, ranks
+from rank_threads import on_every_rank, open_threads, ranks
 
 from infinity.comm.group import Group
 from infinity.comm.local import Local
@@ -31,6 +31,21 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert str(first) == "Rank 1: another model Take its own."
     assert second is errors[1]
     assert third is errors[2]
+
+
+def test_any_other_exception_ends_the_group() -> None:
+    """A bug on one rank is nothing that the others could raise: they hear of it, and do not wait."""
+    groups = open_threads(2)
+
+    def work_with_a_bug(rank: int) -> None:
+        with together(groups[rank], what="looking"):
+            if rank == 1:
+                raise KeyError("bug")
+
+    first, second = on_every_rank(2, work_with_a_bug)
+    assert isinstance(second, KeyError)
+    assert isinstance(first, CommError)
+    assert "looking: KeyError: 'bug'" in str(first)
 
 
 def test_one_rank_raises_its_own_error() -> None:

@@ -148,10 +148,10 @@ def test_swap_files_are_no_checkpoint_of_several_ranks(ranks: RankPool, nvme: Pa
 def test_another_precision_or_model_is_refused_on_every_rank(ranks: RankPool, nvme: Path, tmp_path: Path) -> None:
     """C4: bf16 and fp32 over one directory, and another model: a mismatch that names the parameter, on all ranks."""
     directory = str(tmp_path / "checkpoints")
-    ranks.run(2, train_and_save, kit="tiny-gpt", config=on(nvme, 3, params="nvme"), num_steps=1, directory=directory)
+    ranks.run(4, train_and_save, kit="tiny-gpt", config=on(nvme, 3, params="nvme"), num_steps=1, directory=directory)
     for kit, bf16 in (("tiny-gpt", False), ("odd-mlp", True)):
         config = on(nvme, 3, params="nvme", bf16=bf16)
-        for outcome in ranks.outcomes(2, load, kit=kit, config=config, directory=directory):
+        for outcome in ranks.outcomes(4, load, kit=kit, config=config, directory=directory):
             assert outcome.error == "CheckpointMismatch", outcome
             assert "belongs to another model: parameter" in outcome.message
 
