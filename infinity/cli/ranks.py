@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infinity.byte_sizes import format_bytes
 from infinity.cli.console import open_console
 from infinity.cli.failures import say_error
-from infinity.errors import StorageError
-from infinity.launch.gpus import require_gpus
-from infinity.launch.run import run_ranks
+from infinity.errors import CommError, StorageError
 from infinity.store.directory import remove_dead_runs
 from infinity.train.options import TrainOptions
 from infinity.train.output import Output, default_output
@@ -27,6 +25,9 @@ def train_on_ranks(options: TrainOptions, num_ranks: int, *, need_gpus: bool) ->
     The swap files of ranks that died are removed. Raises ConfigError where `need_gpus` and there are fewer GPUs, and before
     any rank is started what all of them would: ConfigError and DataError.
     """
+    from infinity.launch.gpus import require_gpus  # these load torch
+    from infinity.launch.run import run_ranks
+
     if need_gpus:
         require_gpus(num_ranks)
     check_wanted(options, num_ranks)  # or every rank would say it
@@ -35,15 +36,29 @@ def train_on_ranks(options: TrainOptions, num_ranks: int, *, need_gpus: bool) ->
     if options.output is None:  # every rank must know the same one
         command += ["--output", str(output.directory)]
     outcome = run_ranks(command, num_ranks, os.environ)
-    for directory in options.config.nvme_directories:
-        with contextlib.suppress(StorageError):  # not made, or gone by now
-            remove_dead_runs(directory)
+    _remove_dead_swap_files(options.config.nvme_directories)
     if outcome.message:
         say_error(outcome.message, outcome.remedy)
         if outcome.lacks_memory:
             for line in plan_lines(output.plan):
                 open_console(stderr=True).print(line, markup=False)
     return outcome.exit_code
+
+
+@contextlib.contextmanager
+def dead_swap_files_removed(directories: Sequence[Path]) -> Iterator[None]:
+    """Remove the swap files of ranks that died, where the block ends because of one: torchrun leaves them."""
+    try:
+        yield
+    except CommError:
+        _remove_dead_swap_files(directories)
+        raise
+
+
+def _remove_dead_swap_files(directories: Sequence[Path]) -> None:
+    for directory in directories:
+        with contextlib.suppress(StorageError):  # not made, or gone by now
+            remove_dead_runs(directory)
 
 
 def plan_lines(path: Path) -> Iterator[str]:

@@ -66,7 +66,7 @@ def train(
     with failures_explained(), stop_request() as stopping:
         from infinity.cli.config_listing import show_config
         from infinity.cli.display import display_of
-        from infinity.cli.ranks import train_on_ranks
+        from infinity.cli.ranks import dead_swap_files_removed, train_on_ranks
         from infinity.comm.launched import launched_ranks
         from infinity.launch.environment import ranks_wanted
         from infinity.train.options import TrainOptions, native_bf16, resolve_config
@@ -98,7 +98,8 @@ def train(
                 from infinity.train.loop import train as run
 
                 stopping.raise_again()
-                summary = run(checked, display, open_training_engine)
+                with dead_swap_files_removed(resolved.nvme_directories):
+                    summary = run(checked, display, open_training_engine)
     raise typer.Exit(summary.exit_code)
 
 

@@ -68,5 +68,7 @@ def _start_time(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field, the name in parentheses, may hold spaces and parentheses itself; the start time is the 22nd.
-    return int(fields.rpartition(")")[2].split()[19])
+    # The second field, the name in parentheses, may hold spaces and parentheses itself; the state is the third, the start
+    # time the 22nd. A zombie has ended: who started it may never take notice, as in a container without an init.
+    rest = fields.rpartition(")")[2].split()
+    return None if rest[0] == "Z" else int(rest[19])

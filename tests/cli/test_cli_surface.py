@@ -91,10 +91,16 @@ def test_defaults_of_the_command_are_those_of_the_job() -> None:
     "from infinity.cli.main import app; from typer.testing import CliRunner; CliRunner().invoke(app, ['train', '--help'])",
     "from infinity.cli.main import app; from typer.testing import CliRunner; CliRunner().invoke(app, ['clean', '.'])",
     "import infinity.train.preflight, infinity.train.options",
+    "from infinity.cli.main import app; from typer.testing import CliRunner\n"
+    "assert CliRunner().invoke(app, ['train', '--data', '/absent']).exit_code == 10",
 ])  # fmt: skip
 def test_torch_is_not_loaded_before_it_is_needed(code: str) -> None:
     """`import infinity`, its torch-free names, help, clean and the preflight load neither torch nor the native modules."""
-    heavy = "{'torch', 'infinity._aio', 'infinity._cpu_adam'}" if "preflight" not in code else "{'torch'}"
+    heavy = (
+        "{'torch', 'infinity._aio', 'infinity._cpu_adam'}"
+        if "absent" not in code and "preflight" not in code
+        else "{'torch'}"
+    )
     check = f"{code}\nimport sys\nassert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ JOB = [
     "--offload-params", "nvme", "--cpu-memory", "700MiB",
 ]  # fmt: skip
 STEADY = ("--lr-schedule", "constant", "--warmup-steps", "0")  # so that a longer run begins as a shorter one does
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity")
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 V1 = Path("/sys/fs/cgroup/memory")
 
@@ -64,7 +65,7 @@ class Training:
 @contextmanager
 def training(place: Path, *more: str, launcher: tuple[str, ...] = ("-m", "infinity")) -> Iterator[Training]:
     """Start a job and leave nothing of it behind."""
-    given = () if "torch.distributed.run" in launcher else ("--num-ranks", "2")
+    given = () if launcher is TORCHRUN else ("--num-ranks", "2")
     command = [sys.executable, *launcher, "train", *given, "--nvme", str(place / "nvme"), "--output", str(place / "run")]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS} | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -102,14 +103,28 @@ def test_torchrun_and_our_launcher_train_the_same(tmp_path: Path) -> None:
         code, out, err = ours.end()
         assert (code, err) == (0, "")
         assert out.count("Summary") == 1
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity")
-    with training(tmp_path / "theirs", "--steps", "4", launcher=torchrun) as theirs:
+    with training(tmp_path / "theirs", "--steps", "4", launcher=TORCHRUN) as theirs:
         code, out, _ = theirs.end()
         assert code == 0
         assert out.count("Summary") == 1
     assert len(losses(ours.output)) == 4
     assert losses(ours.output) == losses(theirs.output)
     assert list(ours.nvme.glob("*/*")) == []
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_nothing_under_torchrun(tmp_path: Path) -> None:
+    """The other rank says who is dead, in torchrun's report too, and removes what the dead one left on disk (C131)."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    with training(tmp_path, "--steps", "100000", launcher=TORCHRUN) as job:
+        job.wait_until(lambda: job.num_steps() >= 2)
+        ranks = job.ranks()
+        ranks[1].kill()
+        code, _, err = job.end()
+        assert code != 0
+        assert "error: Rank 1 is dead: " in err
+        assert "traceback : Rank 1 is dead: " in err
+        assert_nothing_left(job, list(ranks.values()), shared_memory)
 
 
 def while_it_saves(job: Training) -> bool:

@@ -78,6 +78,17 @@ def test_killed_runs_are_recognised_and_removed_by_the_next(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_nobody_takes_notice_of_is_dead(tmp_path: Path) -> None:
+    """Killed, and still a zombie of whoever started it: its run is dead all the same. C20."""
+    process, _, _ = start_run(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert [run.state for run in list_runs(tmp_path)] == [RunState.DEAD]
+    finally:
+        process.communicate()
+
+
 def test_two_runs_of_one_name_get_a_directory_each(tmp_path: Path) -> None:
     """Another process's live run is never touched; the second of the same name is numbered."""
     process, name, _ = start_run(tmp_path)
