@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -47,6 +48,17 @@ class Target:
     theirs: str
     time_ratio: float
     memory_ratio: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Settings to measure in turn, what is promised of them, and how one is run: command and environment in, report out."""
+
+    name: str  # of the results files
+    title: str
+    settings: Sequence[Setting]
+    targets: Sequence[Target]
+    run: Callable[[list[str], dict[str, str]], dict[str, Any]]
 
 
 SETTINGS = (
@@ -119,20 +131,20 @@ def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any
     return {**report, "exit_status": result.returncode}
 
 
-def measure(arguments: argparse.Namespace, swap: Path) -> dict[str, list[dict[str, Any]]]:
+def measure(comparison: Comparison, arguments: argparse.Namespace, swap: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the reports of every round by setting; the settings alternate, so that drift of the machine meets all alike."""
     interpreters = {
         "deepspeed": prepare_deepspeed(arguments.venv.resolve()),
         "infinity": (Path(sys.executable), {**os.environ, "PYTHONPATH": str(ROOT)}),
     }
-    reports: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in SETTINGS}
+    reports: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in comparison.settings}
     for index in range(arguments.rounds):
-        for setting in SETTINGS:
+        for setting in comparison.settings:
             python, environment = interpreters[setting.worker]
             script = str(WORKERS / f"{setting.worker}_mlp.py")
             directory = Path(tempfile.mkdtemp(dir=swap))
             options = ["--nvme", str(directory), "--steps", str(arguments.steps), *setting.options]
-            report = run_worker([str(python), script, *options], environment)
+            report = comparison.run([str(python), script, *options], environment)
             shutil.rmtree(directory)
             reports[setting.name].append(report)
             seconds = median(report["step_seconds"][WARM_UP_STEPS:])
@@ -155,10 +167,10 @@ def summarize(reports: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def compare(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+def compare(medians: dict[str, dict[str, float]], targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Return the ratios that the targets are about, and whether each is met."""
     rows = []
-    for target in TARGETS:
+    for target in targets:
         ours, theirs = medians[target.ours], medians[target.theirs]
         time_ratio = ours["step_seconds"] / theirs["step_seconds"]
         memory_ratio = ours["peak_rss_bytes"] / theirs["peak_rss_bytes"]
@@ -200,9 +212,9 @@ def tables(medians: dict[str, dict[str, float]], comparisons: list[dict[str, Any
     return f"{settings}\n\n{ratios}"
 
 
-def main() -> int:
-    """Measure, write the results and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run_comparison(comparison: Comparison, description: str | None) -> int:
+    """Read the command line, measure, write the results and print the tables."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--nvme", type=Path, default=ROOT / "scratch", help="directory on the disk to measure")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-deepspeed", help="DeepSpeed's virtual environment")
     parser.add_argument("--rounds", type=int, default=5)
@@ -215,16 +227,21 @@ def main() -> int:
     disk = describe_directory(arguments.nvme)
     with tempfile.TemporaryDirectory(dir=arguments.nvme.resolve()) as swap:
         try:
-            reports = measure(arguments, Path(swap))
+            reports = measure(comparison, arguments, Path(swap))
         except Unavailable as reason:
             print(reason)
             return 0
     medians = {name: summarize(runs) for name, runs in reports.items()}
-    comparisons = compare(medians)
+    comparisons = compare(medians, comparison.targets)
     results = {"disk": disk, "rates": asdict(rates), "medians": medians, "comparisons": comparisons, "rounds": reports}
-    title = "One job, DeepSpeed 0.19.8 and infinity, optimizer on NVMe"
-    write_results("compare_deepspeed", results, title, tables(medians, comparisons))
+    write_results(comparison.name, results, comparison.title, tables(medians, comparisons))
     return 0
+
+
+def main() -> int:
+    """Compare on one rank."""
+    title = "One job, DeepSpeed 0.19.8 and infinity, optimizer on NVMe"
+    return run_comparison(Comparison("compare_deepspeed", title, SETTINGS, TARGETS, run_worker), __doc__)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, object]:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {
+            "stage": arguments.stage,
             "offload_optimizer": {"device": arguments.device},
             "offload_param": {"device": arguments.device},
         },
@@ -53,6 +54,7 @@ def job_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--nvme", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=NUM_BLOCKS)
     parser.add_argument("--cpu-memory", required=True)
+    parser.add_argument("--stage", type=int, help="the lowest that fits unless given")
     parser.add_argument("--device", choices=("auto", "nvme"), required=True, help="of optimizer state and parameters")
     return parser
 

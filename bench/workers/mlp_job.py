@@ -1,8 +1,9 @@
-"""The job that both sides of compare_deepspeed.py train: the model, its data, and what a worker reports about itself."""
+"""The job that both sides of the comparisons with DeepSpeed train: the model, its data, and what a worker reports of itself."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import zlib
@@ -50,8 +51,8 @@ class Job(nn.Module):
 
 
 def fixed_batch() -> tuple[Tensor, Tensor]:
-    """Return the one batch that every step trains on: rows and target, bf16 [NUM_ROWS, WIDTH]."""
-    generator = torch.Generator().manual_seed(SEED)
+    """Return the one batch that every step of this rank trains on: rows and target, bf16 [NUM_ROWS, WIDTH]."""
+    generator = torch.Generator().manual_seed(SEED + int(os.environ.get("RANK", "0")))
     rows, target = torch.randn(2, NUM_ROWS, WIDTH, generator=generator).bfloat16()
     return rows, target
 
