@@ -1,8 +1,8 @@
 """Train one job on two ranks with DeepSpeed and with infinity, stage 3, optimizer on NVMe, in alternating rounds.
 
 The job is workers/mlp_job.py: 402.8 M parameters, 4 rows on each rank, bf16, AdamW, clip 1.0, over gloo. Each rank has one
-thread of torch, as launchers give it. Step time is that of the slower rank; memory is the sum over ranks of the peak resident
-set (VmHWM), in which pages that ranks share, those of libraries, count once a rank on both sides.
+thread of torch, as launchers give it. Step time is that of the slower rank; memory is the sum over ranks of peak resident
+sets (VmHWM), in which pages that ranks share, those of libraries, count once a rank on both sides.
 """
 
 from __future__ import annotations

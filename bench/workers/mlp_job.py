@@ -1,4 +1,4 @@
-"""The job that both sides of the comparisons with DeepSpeed train: the model, its data, and what a worker reports of itself."""
+"""The job that both sides of the comparisons with DeepSpeed train: model, data, and what a worker reports of itself."""
 
 from __future__ import annotations
 
