@@ -4,6 +4,7 @@
 #   make test         static checks and the test suite, without slow and gpu tests
 #   make check        static checks alone: ruff, formatting, mypy, import contracts
 #   make test-slow    the tests marked slow          make test-gpu   the tests marked gpu
+#   make test-full    all but the gpu tests; writes what the whole matrix of stages, tiers and ranks gave: docs/matrix.md
 #   make build        environment and native code    make wheel      dist/*.whl, then tried without compiler and liburing
 #   make map          rewrite the file map in ARCHITECTURE.md       make clean   forget environment and builds
 #
@@ -29,7 +30,7 @@ RUNTIME := $(STAMPS)/runtime
 DEVELOP := $(STAMPS)/develop
 NATIVE := $(STAMPS)/native
 
-.PHONY: train test test-slow test-gpu check build wheel map clean
+.PHONY: train test test-slow test-full test-gpu check build wheel map clean
 
 train: build
 	mkdir -p $(NVME)
@@ -40,6 +41,9 @@ test: check
 
 test-slow: build $(DEVELOP)
 	$(PY) -m pytest -m "slow and not gpu"
+
+test-full: check
+	MATRIX_TABLE=docs/matrix.md $(PY) -m pytest -m "not gpu"
 
 test-gpu: build $(DEVELOP)
 	$(PY) -m pytest -m gpu

@@ -7,9 +7,11 @@ import random
 import time
 from unittest.mock import patch
 
+import pytest
 from kit import open_engine
 from rank_models import MODELS
 from rank_training import Asked, RankRun, micro_batches, train
+from separate_device import install
 
 import infinity.engine.directories as directories
 from infinity.aio.engine import Engine as IoEngine
@@ -48,4 +50,11 @@ def train_late_and_slowly(asked: Asked) -> RankRun:
         return micro_batches(rows, step)  # type: ignore[arg-type]
 
     with patch.object(directories, "open_engine", open_slow), patch("rank_training.micro_batches", batch_later):
+        return train(asked)
+
+
+def train_on_separate_device(asked: Asked, late: bool) -> RankRun:
+    """Train on a compute device with memory of its own, played by the CPU, whose copies end at once or as late as they may."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch, late=late)
         return train(asked)
