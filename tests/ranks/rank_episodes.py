@@ -54,7 +54,7 @@ def train_late_and_slowly(asked: Asked) -> RankRun:
 
 
 def train_on_separate_device(asked: Asked, late: bool) -> RankRun:
-    """Train on a compute device with memory of its own, played by the CPU, whose copies end at once or as late as they may."""
+    """Train on a compute device with memory of its own, played by the CPU; its copies end at once or as late as may be."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         install(monkeypatch, late=late)
         return train(asked)
