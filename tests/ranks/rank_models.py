@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from kit import ODD_MLP, TINY_GPT, VOCABULARY, Kit, TinyGpt
+from kit import ODD_MLP, VOCABULARY, Kit, TinyGpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Rows = tuple[Tensor, ...]  # tensors of the same number of rows
 
 NUM_ROWS = 24  # in a global batch: they divide by every number of ranks and of micro-batches
+NUM_LAYERS = 4  # of the decoders: two weight slots do not hold them all
 LENGTH = 16  # tokens in a sequence
 # Where a gradient is zero but for rounding (the bias of keys), Adam would make a step of the whole lr out of its sign.
 EPS = 1e-5
@@ -26,7 +27,7 @@ class UnusedGpt(TinyGpt):
     """A decoder with a tied head and a layer that nothing uses."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(num_layers=NUM_LAYERS)
         self.unused = nn.Linear(48, 48)
 
 
@@ -134,7 +135,7 @@ def _kit(name: str, make: Callable[[], nn.Module]) -> Kit:
 MODELS: Mapping[str, RankModel] = {
     model.kit.name: model
     for model in (
-        RankModel(TINY_GPT, tokens),
+        RankModel(_kit("tiny-gpt", lambda: TinyGpt(num_layers=NUM_LAYERS)), tokens),
         RankModel(ODD_MLP, vectors),
         RankModel(_kit("unused-gpt", UnusedGpt), tokens),
         RankModel(_kit("tiny-moe", TinyMoe), classified),

@@ -35,8 +35,8 @@ class RankRun:
     """What one rank has seen of a training run."""
 
     results: tuple[StepResult, ...]
-    digest: str  # of every parameter and buffer, in bits
-    state: Mapping[str, Tensor]  # the same, element by element; rank 0 alone
+    digest: str  # of the fp32 master of every parameter, in bits
+    state: Mapping[str, Tensor]  # the same, element by element, and the buffers; rank 0 alone
     counters: tuple[Mapping[str, int], ...]  # of each step
     memory: tuple[LedgerLine, ...]
     plan: Plan
@@ -53,7 +53,7 @@ def asked_of(cell: Cell, nvme: Path | str, num_steps: int, *, model: str = "tiny
     config = settings(
         Path(nvme), optim=cell.optim, params=cell.params, bf16=cell.precision == "bf16",
         num_micro_batches=cell.num_micro_batches, clip=CLIP, lr=LR, weight_decay=WEIGHT_DECAY,
-        fp16={"initial_scale_power": 10} if cell.precision == "fp16" else None, schedule=cell.schedule, **own,
+        fp16={"initial_scale_power": 10} if cell.precision == "fp16" else None, schedule=cell.schedule, weight_slots=2, **own,
     )  # fmt: skip
     config["optimizer"]["params"]["eps"] = EPS
     config["train_micro_batch_size_per_gpu"] = num_rows // (cell.num_ranks * cell.num_micro_batches)
@@ -90,11 +90,11 @@ def train_engine(engine: Engine, asked: Asked) -> RankRun:
         now = dict(engine.recorder.counters())
         counters.append({name: total - before.get(name, 0) for name, total in now.items()})
         before = now
-    state = engine.state_dict()
+    digest = digest_of(dict(engine.full_parameters()))
     return RankRun(
         results=tuple(results),
-        digest=digest_of(state),
-        state={name: value.clone() for name, value in state.items()} if os.environ["RANK"] == "0" else {},
+        digest=digest,
+        state=engine.state_dict(),
         counters=tuple(counters),
         memory=engine.memory_report(),
         plan=engine.plan,
