@@ -202,10 +202,10 @@ def install(monkeypatch: pytest.MonkeyPatch, *, late: bool, free_bytes: int = 64
         transfers.require_free(weights.address, weights.num_bytes)
         return load(stream, shard, weights, fetch=fetch)
 
-    def watched_step(updater: Updater) -> Any:
+    def watched_step(updater: Updater, *arguments: Any) -> Any:
         for slot in updater._weights._kept.values():  # ordinary autograd used them up to the end of backward
             transfers.last_use[slot.device.data_ptr()] = transfers.clock
-        return step(updater)
+        return step(updater, *arguments)
 
     def watched_forget(weights: Weights) -> None:
         for slot in (*weights._slots, *weights._kept.values()):  # whatever ran before, aborted steps included

@@ -15,6 +15,8 @@ import torch
 from kit import Bulk, compute_dtype, finish_ahead, open_engine
 from torch import nn
 
+from infinity.placement.plan import Link
+
 NUM_LAYERS = 20
 WARM_UP_STEPS, NUM_STEPS = 2, 3
 SAMPLE_SECONDS = 0.01
@@ -27,6 +29,7 @@ class Sizes:
     peaks: Mapping[str, int]  # by owner, over tiers, in the ledger
     planned: Mapping[str, int]  # the same in the plan
     counters: Mapping[str, int]  # of NUM_STEPS steady steps together
+    planned_traffic: Mapping[str, int]  # between ranks in one step, by what it is
 
 
 def train_bulk(config: Mapping[str, Any], width: int) -> Sizes:
@@ -51,7 +54,8 @@ def train_bulk(config: Mapping[str, Any], width: int) -> Sizes:
         planned: dict[str, int] = defaultdict(int)
         for planned_line in engine.plan.memory:
             planned[planned_line.owner.value] += planned_line.num_bytes
-        return Sizes(dict(peaks), dict(planned), counted)
+        links = {line.what: line.expected_bytes for line in engine.plan.links if line.link is Link.RANKS}
+        return Sizes(dict(peaks), dict(planned), counted, links)
 
 
 def pss_bytes() -> int:
