@@ -23,9 +23,9 @@ RUN_SECONDS = 900  # a run that takes longer hangs
 REPORT_BEGINS = '{"num_parameters"'
 SETTINGS = (
     Setting("deepspeed fastest", "deepspeed", ("--pipeline", "--buffer-count", "12", "--sub-group-size", "100000000")),
-    Setting("infinity 2.4 GiB", "infinity", ("--stage", "3", "--cpu-memory", "2.4GiB", "--device", "auto")),
+    Setting("infinity 4.5 GiB", "infinity", ("--stage", "3", "--cpu-memory", "4.5GiB", "--device", "auto")),
 )
-TARGETS = (Target("infinity 2.4 GiB", "deepspeed fastest", time_ratio=0.5, memory_ratio=0.25),)
+TARGETS = (Target("infinity 4.5 GiB", "deepspeed fastest", time_ratio=0.5, memory_ratio=0.25),)
 
 
 def run_ranks(command: list[str], environment: dict[str, str]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from torch import nn
 
 from infinity.placement.plan import Link
 
-NUM_LAYERS = 20
-WARM_UP_STEPS, NUM_STEPS = 2, 3
+WARM_UP_STEPS, NUM_STEPS = 2, 2
 SAMPLE_SECONDS = 0.01
 
 
@@ -32,9 +31,9 @@ class Sizes:
     planned_traffic: Mapping[str, int]  # between ranks in one step, by what it is
 
 
-def train_bulk(config: Mapping[str, Any], width: int) -> Sizes:
+def train_bulk(config: Mapping[str, Any], width: int, num_layers: int) -> Sizes:
     """Train a stack of layers and measure steady steps; at both ends everything that is taken ahead has come in."""
-    with open_engine(Bulk(width=width, num_layers=NUM_LAYERS), config) as engine:
+    with open_engine(Bulk(width=width, num_layers=num_layers), config) as engine:
         num_micro_batches = config["gradient_accumulation_steps"]
 
         def take_steps(num_steps: int) -> None:
@@ -66,7 +65,7 @@ def pss_bytes() -> int:
     return 0
 
 
-def load_bulk(config: Mapping[str, Any], width: int) -> int:
+def load_bulk(config: Mapping[str, Any], width: int, num_layers: int) -> int:
     """Make an engine for a model on meta, filled module by module, take a step; return the most PSS above the start."""
     peak, done = pss_bytes(), threading.Event()
     base = peak
@@ -81,7 +80,7 @@ def load_bulk(config: Mapping[str, Any], width: int) -> int:
     watching.start()
     try:
         with torch.device("meta"):
-            model = Bulk(width=width, num_layers=NUM_LAYERS)
+            model = Bulk(width=width, num_layers=num_layers)
         with open_engine(model, config, init=fill) as engine:
             engine.train_batch([torch.ones(2, width).bfloat16()])
     finally:

@@ -9,9 +9,9 @@ import pytest
 from kit import settings
 from matrix_cells import STAGES
 from rank_pool import RankPool
-from rank_sizes import NUM_LAYERS, Sizes, load_bulk, train_bulk
+from rank_sizes import Sizes, load_bulk, train_bulk
 
-WIDTH = 256
+NUM_LAYERS, WIDTH = 12, 256
 NUM_PARAMETERS = NUM_LAYERS * WIDTH * WIDTH
 NUM_RANKS = (1, 2, 4)
 MEASURED = ("activations", "root", "gradient accumulators")  # what torch allocates, not a formula
@@ -27,7 +27,7 @@ def sizes_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):  # type
     def sizes(num_ranks: int, stage: int, optim: str = "cpu", params: str = "cpu") -> tuple[Sizes, ...]:
         config = settings(nvme, optim=optim, params=params, check=False, tile_bytes="64KiB")
         config["zero_optimization"]["stage"] = stage
-        return tuple(ranks.run(num_ranks, train_bulk, config=config, width=WIDTH))
+        return tuple(ranks.run(num_ranks, train_bulk, config=config, width=WIDTH, num_layers=NUM_LAYERS))
 
     return sizes
 
@@ -64,7 +64,7 @@ def test_sums_of_micro_batches_fall_too_where_each_is_reduced(ranks: RankPool, n
     for stage in (1, 2, 3):
         config = settings(nvme, num_micro_batches=4, schedule="horizontal", check=False, tile_bytes="64KiB")
         config["zero_optimization"]["stage"] = stage
-        found[stage] = ranks.run(2, train_bulk, config=config, width=WIDTH)[0].peaks["gradients"]
+        found[stage] = ranks.run(2, train_bulk, config=config, width=WIDTH, num_layers=NUM_LAYERS)[0].peaks["gradients"]
     assert found[1] == pytest.approx(4 * NUM_PARAMETERS, rel=0.05)
     assert found[2] == pytest.approx(2 * NUM_PARAMETERS, rel=0.05)
     assert found[3] == pytest.approx(2 * NUM_PARAMETERS, rel=0.05)
@@ -74,15 +74,17 @@ def test_sums_of_micro_batches_fall_too_where_each_is_reduced(ranks: RankPool, n
 @pytest.mark.timeout(600)
 def test_loading_a_model_costs_a_constant_for_each_rank(tmp_path: Path) -> None:
     """The sum over ranks of peak PSS: a model of 84 M parameters does not come again with every rank."""
-    width = 2048
+    width, num_layers = 2048, 20
     config = settings(tmp_path, optim="nvme", params="cpu", check=False, tile_bytes="1MiB", cpu_memory="2GiB")
     config["zero_optimization"]["stage"] = 3
-    weights_bytes = 2 * NUM_LAYERS * width * width
+    weights_bytes = 2 * num_layers * width * width
     totals = {}
     for num_ranks in (1, 2, 4):
         pool = RankPool()  # of processes that nothing has warmed up
         try:
-            totals[num_ranks] = sum(pool.run(num_ranks, load_bulk, config=config, width=width, seconds=240))
+            totals[num_ranks] = sum(
+                pool.run(num_ranks, load_bulk, config=config, width=width, num_layers=num_layers, seconds=240)
+            )
         finally:
             pool.close()
     growth = [(totals[num_ranks] - totals[1]) / (num_ranks - 1) for num_ranks in (2, 4)]

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from rank_training import asked_of, train
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
+@pytest.mark.parametrize("late", [pytest.param(False, id="at once", marks=pytest.mark.slow), pytest.param(True, id="late")])
 @pytest.mark.parametrize(
     ("stage", "optim", "params"),
     [

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from kit import settings
 from rank_pool import RankPool
-from rank_sizes import NUM_LAYERS, NUM_STEPS, Sizes, train_bulk
+from rank_sizes import NUM_STEPS, Sizes, train_bulk
 
+NUM_LAYERS = 7
 WIDTH = 48  # of a layer of 2,304 elements: 2, 3 and 4 equal parts without padding
 NUM_ELEMENTS = NUM_LAYERS * WIDTH * WIDTH
 WEIGHT_BYTES, SUM_BYTES, GRADIENT_BYTES = 2, 4, 2  # bf16, reduced in fp32, rounded once
@@ -37,7 +38,7 @@ def measured(
         nvme, optim=optim, params=params, num_micro_batches=num_micro_batches, check=False, weight_slots=NUM_SLOTS, **own
     )
     config["zero_optimization"]["stage"] = stage
-    return ranks.run(num_ranks, train_bulk, config=config, width=WIDTH)
+    return ranks.run(num_ranks, train_bulk, config=config, width=WIDTH, num_layers=NUM_LAYERS)
 
 
 def require_bytes(sizes: Sizes, *, gathered: int, reduced: int) -> None:
