@@ -64,6 +64,7 @@ class OpenStep:
         self.require_usable()
         self.lifecycle.to(EngineState.FORWARD)
         self.parts.randomness.step = self.global_steps
+        self.parts.group.begin_step(self.global_steps + 1)
 
     def take(self, losses: list[float], shares: Sequence[float]) -> StepResult:
         """Take the step: its gradients are final. After ConfigError and Diverged it is discarded."""
