@@ -14,7 +14,7 @@ WIDTH = 48  # of a layer of 2,304 elements: 2, 3 and 4 equal parts without paddi
 NUM_ELEMENTS = NUM_LAYERS * WIDTH * WIDTH
 WEIGHT_BYTES, SUM_BYTES, GRADIENT_BYTES = 2, 4, 2  # bf16, reduced in fp32, rounded once
 NUM_SLOTS = 2
-NUM_RANKS = (2, 3, 4)
+NUM_RANKS = (2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
 
 
 def crossing(num_ranks: int, num_elements: int, element_bytes: int) -> int:
