@@ -137,6 +137,7 @@ def build_engine(
             placed,
             grad_element_bytes=ELEMENT_BYTES[grad_dtype_of(config)],
             spare_memory_bytes=max(0, dict(plan.budgets)[Tier.CPU] - plan.memory_bytes(Tier.CPU)),
+            num_local_ranks=ranks.local_world_size,
             adopted=adopted,
             probed=probed or {},
             resources=resources,

@@ -39,14 +39,15 @@ def open_directories(
     *,
     grad_element_bytes: int,
     spare_memory_bytes: int,
+    num_local_ranks: int,
     adopted: Adoption | None,
     probed: Mapping[Path, Probe],
     resources: ExitStack,
 ) -> Directories:
     """Check the directories, open their engine, and where there are several measure them and share out the bytes.
 
-    Those on a file system in RAM take at most `spare_memory_bytes` together: what the plan leaves of the budget. `probed` is
-    what the caller has tried already, by real path, and has told the user.
+    `num_local_ranks` ranks share their space. Those on a file system in RAM take at most `spare_memory_bytes` together: what
+    the plan leaves of this rank's budget. `probed` is what the caller has tried already, by real path, and has told the user.
     Directories that nothing is going to live in are left alone. Raises StorageError, ConfigError, PlatformError.
     """
     if not any(plan_extents(shards, grad_element_bytes=grad_element_bytes).file_bytes):
@@ -69,7 +70,9 @@ def open_directories(
         lines = [_line(DirectoryRate(path, None, 1.0), size) for path, size in zip(paths, adopted.file_bytes, strict=True)]
         return Directories(engine, (), tuple(lines), tuple(notes))
     rates = measure_directories(paths, engine) if len(paths) > 1 else (DirectoryRate(paths[0], None, 1.0),)
-    stripes = _within_memory(paths, stripes_with_room(paths, [rate.weight for rate in rates]), spare_memory_bytes)
+    stripes = _within_memory(
+        paths, stripes_with_room(paths, [rate.weight for rate in rates], num_sharers=num_local_ranks), spare_memory_bytes
+    )
     sizes = plan_extents(shards, grad_element_bytes=grad_element_bytes, stripes=stripes).file_bytes
     lines = [_line(rate, num_bytes) for rate, num_bytes in zip(rates, sizes, strict=True)]
     return Directories(engine, stripes, tuple(lines), tuple(notes))

@@ -29,11 +29,14 @@ def usable_bytes(directory: Path) -> int:
     return max(0, (free_bytes(directory) or 0) - reserve_bytes(directory))
 
 
-def stripes_with_room(directories: Sequence[Path], weights: Sequence[float]) -> tuple[Stripe, ...]:
-    """Return the stripes of existing directories, limited by their free space: equal parts of it on one file system."""
+def stripes_with_room(directories: Sequence[Path], weights: Sequence[float], *, num_sharers: int = 1) -> tuple[Stripe, ...]:
+    """Return the stripes of existing directories, limited by their free space: equal parts of it on one file system.
+
+    `num_sharers` runs, the ranks of one machine, share that space.
+    """
     devices = [directory.stat().st_dev for directory in directories]
     return tuple(
-        Stripe(weight, usable_bytes(directory) // devices.count(device))
+        Stripe(weight, usable_bytes(directory) // (devices.count(device) * num_sharers))
         for directory, device, weight in zip(directories, devices, weights, strict=True)
     )
 

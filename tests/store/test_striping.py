@@ -154,6 +154,8 @@ def test_directories_on_one_disk_have_equal_parts_of_its_room(small_disk: Path) 
         directory.mkdir()
     first, second = stripes_with_room(directories, [3.0, 1.0])
     assert first.limit_bytes == second.limit_bytes == swap_file.usable_bytes(small_disk) // 2
+    of_three_ranks, _ = stripes_with_room(directories, [3.0, 1.0], num_sharers=3)
+    assert of_three_ranks.limit_bytes == swap_file.usable_bytes(small_disk) // 6
 
 
 def test_too_little_room_names_the_directory_and_those_with_enough(small_disk: Path, tmp_path: Path) -> None:
