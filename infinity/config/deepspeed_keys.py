@@ -108,7 +108,6 @@ KNOWN: dict[str, KnownKey] = {
     "zero_optimization.prefetch_bucket_size": KnownKey(
         _NUMBER, "has no effect; infinity.weight_slots sets the depth of prefetch"
     ),
-    "zero_optimization.param_persistence_threshold": KnownKey(_NUMBER, _PLANNED),
     "zero_optimization.model_persistence_threshold": KnownKey(_NUMBER, _PLANNED),
     "zero_optimization.max_live_parameters": KnownKey(_NUMBER, _PLANNED),
     "zero_optimization.max_reuse_distance": KnownKey(_NUMBER, _PLANNED),

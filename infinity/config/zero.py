@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from infinity.config.section import Directories, Section, Share
+from infinity.config.section import Directories, Section, Share, WholeNumber
 
 Device = Literal["auto", "none", "gpu", "cpu", "nvme"]  # none is DeepSpeed's word for gpu; auto lets the planner choose
 Stage = Literal[0, 1, 2, 3]
@@ -30,6 +30,7 @@ class OffloadParamSection(Section):
 class ZeroSection(Section):
     """`zero_optimization`."""
 
-    stage: Stage | None = None  # None: the lowest stage that fits
+    stage: Stage | None = None  # None: the lowest of those that offload least
+    param_persistence_threshold: WholeNumber = 0  # elements; in stage 3 units of parameters of at most so many stay whole
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     offload_param: OffloadParamSection = OffloadParamSection()

@@ -93,6 +93,7 @@ def cut(
             num_ranks=ranks.world_size,
             rank=ranks.global_rank,
             is_root=not group.units,
+            kept_elements=config.zero_optimization.param_persistence_threshold,
         )
         for group in groups
     )

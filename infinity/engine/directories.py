@@ -47,7 +47,7 @@ def open_directories(
     """Check the directories, open their engine, and where there are several measure them and share out the bytes.
 
     `num_local_ranks` ranks share their space. Those on a file system in RAM take at most `spare_memory_bytes` together: what
-    the plan leaves of this rank's budget. `probed` is what the caller has tried already, by real path, and has told the user.
+    the plan leaves of this rank's budget. `probed` is what the caller has tried, by real path, and has told the user.
     Directories that nothing is going to live in are left alone. Raises StorageError, ConfigError, PlatformError.
     """
     if not any(plan_extents(shards, grad_element_bytes=grad_element_bytes).file_bytes):

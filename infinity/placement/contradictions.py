@@ -5,7 +5,8 @@ from __future__ import annotations
 from infinity.errors import ConfigError
 from infinity.placement.draft import Draft
 from infinity.placement.request import PlanRequest
-from infinity.states import Tier
+from infinity.placement.stages import is_partitioned
+from infinity.states import StateKind, Tier
 
 
 def require_consistent(request: PlanRequest, drafts: tuple[Draft, ...]) -> None:
@@ -35,10 +36,10 @@ def weights_off_the_compute_tier(request: PlanRequest) -> ConfigError | None:
 
     Each rank would move all of them: with several ranks weights leave the compute tier in parts, which stage 3 makes.
     """
-    if request.num_ranks == 1:
+    if request.num_ranks == 1 or is_partitioned(request.stage, StateKind.PARAM):
         return None
     for unit, asked in zip(request.units, request.placement.resolve(request.units), strict=True):
-        if unit.is_root or unit.gathers_weights or not isinstance(asked.params, Tier):
+        if unit.is_root or not isinstance(asked.params, Tier):
             continue
         if asked.params not in (Tier.GPU, request.compute_tier):
             return ConfigError(

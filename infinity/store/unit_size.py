@@ -41,10 +41,11 @@ def unit_layouts(
     num_ranks: int,
     rank: int = 0,
     is_root: bool = False,
+    kept_elements: int = 0,
 ) -> UnitLayouts:
     """Return how one rank lays out a unit: its part of what the stage partitions, else the whole.
 
-    Weights of no unit stay whole on every rank.
+    Weights of no unit stay whole on every rank, and so do those of a unit without a parameter of more than `kept_elements`.
     """
     whole = whole_layout(index, name, specs, tile_elements=tile_elements, world_size=num_ranks)
     if num_ranks == 1:
@@ -54,7 +55,9 @@ def unit_layouts(
         owned=part if is_partitioned(stage, StateKind.OPTIM) else whole,
         whole=whole,
         part=part,
-        gathers_weights=is_partitioned(stage, StateKind.PARAM) and not is_root,
+        gathers_weights=is_partitioned(stage, StateKind.PARAM)
+        and not is_root
+        and any(spec.numel > kept_elements for spec in specs),
     )
 
 

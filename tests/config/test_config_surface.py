@@ -64,6 +64,7 @@ FIELDS: dict[str, object] = {
     "data_types.grad_accum_dtype": "fp32",
     "communication_data_type": "bf16",
     "zero_optimization.stage": 3,
+    "zero_optimization.param_persistence_threshold": 1000,
     "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.offload_optimizer.nvme_path": ["/a", "/b"],
     "zero_optimization.offload_optimizer.pin_memory": False,
@@ -118,7 +119,7 @@ zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimize
 zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
 zero_optimization.offload_optimizer.super_offload zero_optimization.offload_param.buffer_count
 zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu
-zero_optimization.override_module_apply zero_optimization.overlap_comm zero_optimization.param_persistence_threshold
+zero_optimization.override_module_apply zero_optimization.overlap_comm
 zero_optimization.pipeline_loading_checkpoint zero_optimization.prefetch_bucket_size zero_optimization.reduce_bucket_size
 zero_optimization.reduce_scatter zero_optimization.round_robin_gradients
 zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.sub_group_size

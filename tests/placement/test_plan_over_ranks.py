@@ -170,6 +170,22 @@ def test_weights_of_a_rank_with_a_gpu(stage: int, num_ranks: int) -> None:
     assert [unit.params for unit in plan.units] == [Tier.CPU if gathers else Tier.GPU] * 2 + [Tier.GPU]
 
 
+def test_units_of_small_parameters_stay_whole_in_stage_3() -> None:
+    """A unit without a parameter above the threshold has no slot, is not rerun, and stays where weights go to NVMe."""
+    specs = [ParameterSpec(name, (numel,), "bfloat16", trainable=True) for name, numel in (("weight", 500), ("bias", 64))]
+
+    def unit(kept_elements: int) -> UnitSize:
+        return unit_size(
+            unit_layouts(0, "norm", specs, tile_elements=8192, stage=3, num_ranks=2, kept_elements=kept_elements)
+        )
+
+    assert (unit(499).gathers_weights, unit(500).gathers_weights) == (True, False)
+    planned = request(3, 2, params="nvme")
+    plan = make_plan(replace(planned, units=(*planned.units, unit(500))))
+    assert [one.params for one in plan.units] == [Tier.NVME, Tier.NVME, Tier.CPU, Tier.CPU]
+    assert [one.reruns for one in plan.units] == [True, True, False, False]
+
+
 REDUCTIONS = [None, *GradientReduction]
 
 
