@@ -69,7 +69,7 @@ class RankFacts:
     host: str
     cpu_memory_peak_bytes: int  # booked
     rss_peak_bytes: int
-    pss_peak_bytes: int  # the greatest after any step: pages that processes share count once among them; 0 on one rank
+    pss_peak_bytes: int  # the greatest seen between steps: pages that processes share count once among them; 0 on one rank
     nvme_read_bytes: int
     nvme_write_bytes: int
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from infinity.comm.group import Group
 from infinity.errors import InfinityError
 from infinity.memory.limits import pss_bytes
+from infinity.train.shared_memory import SharedMemoryPeak
 from infinity.train.stopping import StopRequest
 from infinity.train.summary import RankFacts
 from infinity.train.voice import Voice
@@ -26,12 +27,12 @@ class Together:
         self._group = group
         self._request = request
         self._voice = voice
-        self._pss_peak_bytes = 0
+        self._shared_peak = SharedMemoryPeak(pss_bytes)
 
     def meet(self) -> None:
         """Between steps: a signal that came to any rank is one for all, and rank 0 shows what the others say."""
         if self.size > 1:
-            self._pss_peak_bytes = max(self._pss_peak_bytes, pss_bytes())
+            self._shared_peak.look()
         signal, notes = self._request.signal or 0, self._voice.take_untold()
         said = self._group.gather([int(signal), notes if self.rank else []], what="signals and notes")
         told = [cast("tuple[int, list[str]]", theirs) for theirs in said]
@@ -58,7 +59,7 @@ class Together:
             socket.gethostname(),
             cpu_memory_peak_bytes,
             rss_peak_bytes,
-            self._pss_peak_bytes,
+            self._shared_peak.num_bytes,
             nvme_read_bytes,
             nvme_write_bytes,
         )
