@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.aio.select import Probe
 from infinity.comm.group import Group, minimum
+from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
 from infinity.engine.activations import ActivationMeter, open_activation_meter
@@ -46,7 +47,7 @@ from infinity.engine.planned import (
     residencies_of,
     shares_of,
 )
-from infinity.engine.ranks import Ranks, join_ranks
+from infinity.engine.ranks import join_ranks
 from infinity.engine.reserve import (
     open_gradient_slots,
     open_kept_weights,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from infinity.byte_sizes import PAGE_BYTES, round_up
+from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import Config
-from infinity.engine.ranks import ONE_RANK, Ranks
 from infinity.errors import ModelError
 from infinity.placement.sizes import UnitSize
 from infinity.store.layout import ParameterSpec, ShardLayout

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from infinity.aio.select import Probe
+from infinity.comm.launched import launched_ranks
 from infinity.config import Config
 from infinity.engine.build import build_engine
 from infinity.engine.engine import Engine
@@ -20,7 +21,6 @@ from infinity.engine.launch import GivenConfig, given_config
 from infinity.engine.loader import CollateFunction, open_loader
 from infinity.engine.lr_schedule import GivenScheduler, LrSchedule
 from infinity.engine.optimizer import Optimizer
-from infinity.engine.ranks import ranks_of_this_process
 from infinity.engine.take_over import require_own_weights
 from infinity.errors import ConfigError
 from infinity.placement import Placement, Plan
@@ -90,7 +90,7 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize got mpu or mesh_param: model parallelism is not supported.", remedy="Leave them out.")
     resolved = Config.from_any(given_config(config, config_params, args))
-    ranks = ranks_of_this_process()
+    ranks = launched_ranks()
     model = require_own_weights(model)
     engine = build_engine(
         model=model,

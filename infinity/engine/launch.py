@@ -6,8 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from infinity.comm.launched import launched_ranks
 from infinity.config import Config
-from infinity.engine.ranks import ranks_of_this_process
 from infinity.errors import ConfigError
 
 GivenConfig = Config | Mapping[str, object] | str | Path
@@ -23,7 +23,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def init_distributed(dist_backend: str | None = None) -> None:
     """Check what the launcher says; `initialize` joins the other ranks. Raises ConfigError for what is no number."""
-    ranks_of_this_process()
+    launched_ranks()
 
 
 def given_config(

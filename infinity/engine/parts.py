@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity.comm.group import Group
+from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.config.batch import BatchSizes
 from infinity.engine.activations import ActivationMeter
@@ -17,7 +18,6 @@ from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.persistence import Persistence
-from infinity.engine.ranks import Ranks
 from infinity.engine.results import IoFacts
 from infinity.engine.update import Updater
 from infinity.memory.ledger import Ledger

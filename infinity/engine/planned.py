@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from infinity.comm.buckets import scratch_bytes
+from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import Config
 from infinity.engine.cut import DTYPE_NAMES, CutModel
-from infinity.engine.ranks import ONE_RANK, Ranks
 from infinity.memory.device import ComputeDevice
 from infinity.memory.limits import HEADROOM_SHARE, plannable_host_bytes
 from infinity.placement import (

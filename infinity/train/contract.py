@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -68,4 +69,7 @@ class TrainingEngine(Protocol):
     def load_checkpoint(self, path: Path) -> tuple[Path, Mapping[str, object]]: ...
     def synchronize(self) -> None: ...
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
-    def close(self) -> None: ...
+    def __enter__(self) -> TrainingEngine: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...  # tells the other ranks of an error, and closes

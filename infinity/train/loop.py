@@ -31,7 +31,7 @@ from infinity.train.records import Records, open_records
 from infinity.train.reporter import Progress, Reporter, StepRecord
 from infinity.train.stopping import StopRequest, stop_request
 from infinity.train.summary import Evaluation, Summary, Totals, mean, versions
-from infinity.train.together import Together, failing_together
+from infinity.train.together import Together
 from infinity.train.voice import Voice
 from infinity.train.weights import give_weights, save_weights
 
@@ -59,8 +59,7 @@ def _run(checked: Checked, voice: Voice, open_engine: OpenEngine) -> Summary:
     with stop_request() as request, ExitStack() as stack:
         if speaks:
             stack.enter_context(held(checked.output))
-        engine = stack.enter_context(contextlib.closing(open_engine(checked, voice)))
-        stack.enter_context(failing_together(engine.group))
+        engine = stack.enter_context(open_engine(checked, voice))
         together = Together(engine.group, request, voice)
         checked = _in_the_places_of_rank_0(checked, together)
         position = _resume(checked, engine, voice)

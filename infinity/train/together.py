@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, cast
 
 from infinity.comm.group import Group
-from infinity.errors import InfinityError
 from infinity.memory.limits import pss_bytes
 from infinity.train.shared_memory import SharedMemoryPeak
 from infinity.train.stopping import StopRequest
@@ -64,14 +62,3 @@ class Together:
             nvme_write_bytes,
         )
         return tuple(RankFacts(**cast(Any, theirs)) for theirs in self._group.gather(asdict(mine), what="what a rank took"))
-
-
-@contextmanager
-def failing_together(group: Group) -> Iterator[None]:
-    """Tell the other ranks why this one ends in the middle of a run, so that they end with that reason."""
-    try:
-        yield
-    except BaseException as error:
-        reason = error.message if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
-        group.fail(reason)
-        raise

@@ -10,10 +10,10 @@ import pytest
 from kit import BULK, DROPOUT_GPT, TINY_GPT, Kit, Run, require_same, settings, train
 
 from infinity.aio.select import probe
+from infinity.comm.launched import ONE_RANK
 from infinity.config import Config
 from infinity.engine.cut import cut
 from infinity.engine.planned import ActivationSizes, plan_for
-from infinity.engine.ranks import ONE_RANK
 from infinity.errors import DoesNotFit
 from infinity.memory.device import host_device
 from infinity.optim.kernel import kernel_names

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from infinity.byte_sizes import GIB
+from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.engine.cut import cut
 from infinity.engine.planned import ActivationSizes, plan_for
-from infinity.engine.ranks import Ranks
 from infinity.memory.device import host_device
 from infinity.models.gpt import build_meta_gpt
 from infinity.models.presets import PRESETS, block_kept_bytes

@@ -191,8 +191,13 @@ class FakeEngine:
         for name, shape in reversed(list(build_meta_gpt(preset("gpt-1m"), torch.float32).named_parameters())):
             yield name, torch.full(shape.shape, float(len(name)))
 
-    def close(self) -> None:
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.closed = True
+        if error is not None:
+            self.group.fail(str(error))
         self.group.close()
 
 
