@@ -13,8 +13,8 @@ from torch.nn import functional as F
 Rows = tuple[Tensor, ...]  # tensors of the same number of rows
 
 NUM_ROWS = 24  # in a global batch: they divide by every number of ranks and of micro-batches
-NUM_LAYERS = 4  # of the decoders: two weight slots do not hold them all
-LENGTH = 16  # tokens in a sequence
+NUM_LAYERS = 3  # of the decoders: two weight slots do not hold them all
+LENGTH = 8  # tokens in a sequence
 # Where a gradient is zero but for rounding (the bias of keys), Adam would make a step of the whole lr out of its sign.
 EPS = 1e-5
 LR = 1e-3

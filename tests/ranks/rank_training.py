@@ -54,7 +54,7 @@ def asked_of(cell: Cell, nvme: Path | str, num_steps: int, *, model: str = "tiny
         Path(nvme), optim=cell.optim, params=cell.params, bf16=cell.precision == "bf16",
         num_micro_batches=cell.num_micro_batches, clip=CLIP, lr=LR, weight_decay=WEIGHT_DECAY,
         fp16={"initial_scale_power": 10} if cell.precision == "fp16" else None, schedule=cell.schedule,
-        weight_slots=2, **own,
+        weight_slots=2, check=False, **own,
     )  # fmt: skip
     config["optimizer"]["params"]["eps"] = EPS
     config["train_micro_batch_size_per_gpu"] = num_rows // (cell.num_ranks * cell.num_micro_batches)
