@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from infinity.config.aio import AioSection
 from infinity.config.batch import BatchSizes, resolve_batch
 from infinity.config.layers import Layer, base64_layer, file_layer
-from infinity.config.optimizer import OptimizerSection
+from infinity.config.optimizer import NATIVE_TYPES, OptimizerSection
 from infinity.config.own import InfinitySection
 from infinity.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from infinity.config.problems import config_error, validation_problems
@@ -106,6 +106,11 @@ class Config(Section):
                     f"zero_optimization.{name}.device is nvme, but no directory is given; set its nvme_path, "
                     "infinity.nvme or --nvme"
                 )
+            if section.device == "nvme" and not self.optimizer.is_native:
+                raise ValueError(
+                    f"zero_optimization.{name}.device is nvme, but optimizer.type {self.optimizer.type} is torch's own and "
+                    f"needs weights and state in memory; {' and '.join(NATIVE_TYPES)} work on every tier"
+                )
         return self
 
     def _offload_sections(self) -> tuple[tuple[str, OffloadOptimizerSection | OffloadParamSection], ...]:
@@ -160,7 +165,8 @@ class Config(Section):
         }
 
     def resolved(self, world_size: int) -> dict[str, SourcedValue]:
-        """Return what counts for a number of ranks: `sources` with the whole batch triple, without what the scheduler lacks.
+        """Return what counts for a number of ranks: `sources` with the whole batch triple, without the parameters that the
+        types of scheduler and optimizer lack.
 
         Raises ConfigError, with the arithmetic, where the triple does not come out.
         """
@@ -172,10 +178,11 @@ class Config(Section):
             "gradient_accumulation_steps": batch.num_micro_batches,
         }
         params = {f"scheduler.params.{name}" for name in self.scheduler.values()}
+        params |= {f"optimizer.params.{name}" for name, value in self.optimizer.params if value is not None}
         return {
             path: SourcedValue(triple[path], said) if sourced.value is None and path in triple else sourced
             for path, sourced in self.sources().items()
-            if path in params or not path.startswith("scheduler.params.")
+            if path in params or not path.startswith(("scheduler.params.", "optimizer.params."))
         }
 
     def is_given(self, path: str) -> bool:

@@ -51,7 +51,7 @@ _LATER = "is not supported in this release"
 KNOWN: dict[str, KnownKey] = {
     # top level
     "managed_gradient_accumulation": _refused("is always on", True),
-    "zero_allow_untested_optimizer": KnownKey(bool, "has no effect because unsupported optimizers are refused by name"),
+    "zero_allow_untested_optimizer": KnownKey(bool, "has no effect because any optimizer of torch is taken"),
     "zero_force_ds_cpu_optimizer": KnownKey(bool, "has no effect because one Adam kernel serves every tier"),
     "seq_parallel_communication_data_type": KnownKey(str, "has no effect because no sequence is split over ranks"),
     "prescale_gradients": KnownKey(bool, _FP32_SUMS),

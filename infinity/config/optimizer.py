@@ -6,25 +6,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from infinity.config.section import Betas, Section
+from infinity.config.section import Beta, Betas, Section, Share
 
-_NAMES = {"adam": "Adam", "adamw": "AdamW"}
-_DEFAULT_WEIGHT_DECAY = {"Adam": 0.0, "AdamW": 0.01}  # torch.optim's
+OptimizerType = Literal[
+    "Adam", "AdamW", "SGD", "Adagrad", "Lion", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"
+]
+NATIVE_TYPES = ("Adam", "AdamW")  # by infinity's own kernel, on every tier; the others by torch, with state in memory
+_BETAS = (0.9, 0.999)
+_ADAM: dict[str, object] = {"lr": 1e-3, "betas": _BETAS, "eps": 1e-8, "weight_decay": 0.0}
+# The parameters of each type with their defaults: torch.optim's, and for Lion those of Chen et al. (2023).
+PARAMS_OF_TYPE: dict[str, dict[str, object]] = {
+    "Adam": {**_ADAM, "adam_w_mode": True},
+    "AdamW": {**_ADAM, "weight_decay": 0.01, "adam_w_mode": True},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "RMSprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
+    "Adadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    "Adamax": {**_ADAM, "lr": 2e-3},
+    "NAdam": {**_ADAM, "lr": 2e-3, "momentum_decay": 4e-3, "decoupled_weight_decay": False},
+    "RAdam": {**_ADAM, "decoupled_weight_decay": False},
+    "ASGD": {"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0},
+    "Rprop": {"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
+}
+_NAMES = {name.lower(): name for name in PARAMS_OF_TYPE}
+# What DeepSpeed knows beside them.
+_UNSUPPORTED = ("lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")
 
-
-_LATER_OPTIMIZERS = (
-    "adagrad",
-    "lamb",
-    "lion",
-    "muon",
-    "onebitadam",
-    "onebitlamb",
-    "zerooneadam",
-    "muadam",
-    "muadamw",
-    "musgd",
-    "sgd",
-)
+_Number = Annotated[float, Field(ge=0.0)]
+_Pair = Annotated[tuple[_Number, _Number], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 def _canonical_type(value: object) -> object:
@@ -32,49 +42,78 @@ def _canonical_type(value: object) -> object:
 
 
 def _supported_type(value: object) -> object:
-    if isinstance(value, str) and value.lower() in _LATER_OPTIMIZERS:
-        raise ValueError(f"{value} is not supported in this release; write Adam or AdamW")
+    if isinstance(value, str) and value.lower() in _UNSUPPORTED:
+        raise ValueError(f"{value} is not supported; write one of {', '.join(PARAMS_OF_TYPE)}")
     return _canonical_type(value)
 
 
-class AdamParams(Section):
-    """`optimizer.params`; the defaults are those of torch.optim."""
+class OptimizerParams(Section):
+    """`optimizer.params`; each type has its own, with the defaults of torch.optim."""
 
-    lr: float = Field(default=1e-3, ge=0.0)
-    betas: Betas = (0.9, 0.999)
-    eps: float = Field(default=1e-8, ge=0.0)
-    weight_decay: float = Field(default=0.01, ge=0.0)  # 0 where the type is Adam
-    adam_w_mode: bool = True  # with type Adam, as in DeepSpeed: true is decoupled weight decay (AdamW), false is L2 (Adam)
+    lr: _Number = 1e-3
+    betas: Betas | None = None
+    eps: _Number | None = None
+    weight_decay: _Number | None = None
+    adam_w_mode: bool | None = None  # with type Adam, as in DeepSpeed: true is decoupled decay (AdamW), false is L2 (Adam)
+    momentum: Beta | None = None
+    dampening: Share | None = None
+    nesterov: bool | None = None
+    lr_decay: _Number | None = None
+    initial_accumulator_value: _Number | None = None
+    alpha: _Number | None = None
+    centered: bool | None = None
+    rho: Share | None = None
+    momentum_decay: _Number | None = None
+    decoupled_weight_decay: bool | None = None
+    lambd: _Number | None = None
+    t0: _Number | None = None
+    etas: _Pair | None = None
+    step_sizes: _Pair | None = None
 
 
 class OptimizerSection(Section):
-    """`optimizer`: Adam or AdamW with its hyper-parameters."""
+    """`optimizer`: the update rule and its hyper-parameters."""
 
     type: Annotated[
-        Literal["Adam", "AdamW"],
+        OptimizerType,
         BeforeValidator(_supported_type),
-        WithJsonSchema({"enum": [*_NAMES.values(), *_NAMES]}),
+        WithJsonSchema({"enum": [*PARAMS_OF_TYPE, *_NAMES]}),
     ] = "AdamW"
-    params: AdamParams = AdamParams()
+    params: OptimizerParams = OptimizerParams(**PARAMS_OF_TYPE["AdamW"])  # type: ignore[arg-type]
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_weight_decay(cls, values: Any) -> Any:
+    def _fill_params(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        default = _DEFAULT_WEIGHT_DECAY.get(str(_canonical_type(values.get("type", "AdamW"))))
+        defaults = PARAMS_OF_TYPE.get(str(_canonical_type(values.get("type", "AdamW"))))
         params = values.get("params", {})
-        if default is None or not isinstance(params, dict):
+        if defaults is None or not isinstance(params, dict):
             return values
-        return {**values, "params": {"weight_decay": default, **params}}
+        return {**values, "params": defaults | {name: value for name, value in params.items() if value is not None}}
 
     @model_validator(mode="after")
-    def _check_mode(self) -> OptimizerSection:
+    def _check_params(self) -> OptimizerSection:
+        own = PARAMS_OF_TYPE[self.type]
+        for name, value in self.params:
+            if value is not None and name not in own:
+                raise ValueError(f"type {self.type} has no parameter {name}; it has {', '.join(own)}")
         if self.type == "AdamW" and not self.params.adam_w_mode:
             raise ValueError("type AdamW contradicts adam_w_mode false; write type Adam for L2 regularisation")
+        if self.params.nesterov and (not self.params.momentum or self.params.dampening):
+            raise ValueError("nesterov needs a momentum and no dampening")
         return self
+
+    @property
+    def is_native(self) -> bool:
+        """Whether infinity's own kernel makes the update, on every tier; otherwise torch does, with all state in memory."""
+        return self.type in NATIVE_TYPES
 
     @property
     def decoupled(self) -> bool:
         """Whether weight decay acts on the weight directly (AdamW) instead of through the gradient (Adam)."""
-        return self.params.adam_w_mode
+        return bool(self.params.adam_w_mode)
+
+    def values(self) -> dict[str, Any]:
+        """Return the hyper-parameters of this type as its class takes them."""
+        return {name: getattr(self.params, name) for name in PARAMS_OF_TYPE[self.type] if name != "adam_w_mode"}

@@ -152,9 +152,13 @@ def _precision_words(config: Config) -> str:
 
 
 def _optimizer_words(section: OptimizerSection) -> str:
-    params = section.params
-    decay = f"weight decay {params.weight_decay:g}{'' if section.decoupled else ' in the gradient'}"
-    return f"{section.type}, lr {params.lr:g}, betas {params.betas[0]:g} {params.betas[1]:g}, eps {params.eps:g}, {decay}"
+    where = " in the gradient" if section.is_native and not section.decoupled else ""
+    words = []
+    for name, value in section.values().items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        said = " ".join(str(number).lower() if isinstance(number, bool) else f"{number:g}" for number in numbers)
+        words.append(f"{name.replace('_', ' ')} {said}{where if name == 'weight_decay' else ''}")
+    return ", ".join([section.type, *words])
 
 
 def _schedule_words(section: SchedulerSection) -> str:

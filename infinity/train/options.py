@@ -57,15 +57,25 @@ def resolve_config(layers: Sequence[Layer], *, model: str, steps: int, has_nativ
     given = Config.from_layers(layers)
     chosen: dict[str, object] = {
         "bf16.enabled": has_native_bf16 and not given.fp16.enabled,
-        "optimizer.params.lr": _learning_rate(parameter_count(preset(model))),
-        "optimizer.params.betas": [0.9, 0.95],
-        "optimizer.params.weight_decay": 0.1,
+        **_hyper_parameters(given, model),
         **_schedule(given, max(1, steps)),
     }
     if given.train_batch_size is None:
         chosen["train_micro_batch_size_per_gpu"] = DEFAULT_MICRO_BATCH_SIZE
         chosen["gradient_accumulation_steps"] = DEFAULT_NUM_MICRO_BATCHES
     return Config.from_layers(layers, Layer(_CHOSEN, chosen))
+
+
+def _hyper_parameters(given: Config, model: str) -> dict[str, object]:
+    """Choose those of Adam, which are known to train these models; every other rule keeps its own defaults."""
+    num_parameters = parameter_count(preset(model))
+    if not given.optimizer.is_native:
+        return {}
+    return {
+        "optimizer.params.lr": _learning_rate(num_parameters),
+        "optimizer.params.betas": [0.9, 0.95],
+        "optimizer.params.weight_decay": 0.1,
+    }
 
 
 def _schedule(given: Config, num_steps: int) -> dict[str, object]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.config import BatchSizes, Config, resolve_batch
+from infinity.config.optimizer import PARAMS_OF_TYPE
 from infinity.errors import ConfigError
 
 sizes = st.integers(1, 64)
@@ -48,13 +49,15 @@ def test_contradicting_triple_shows_the_arithmetic() -> None:
 
 
 def test_optimizer_defaults_are_torchs() -> None:
-    """C56: names and defaults of torch.optim.AdamW and Adam, read from their signatures."""
-    for kind in (torch.optim.AdamW, torch.optim.Adam):
-        theirs = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
-        ours = Config.from_any({"optimizer": {"type": kind.__name__}}).optimizer.params.model_dump()
-        assert ours.keys() - {"adam_w_mode"} == {"lr", "betas", "eps", "weight_decay"}
-        assert {name: value for name, value in ours.items() if theirs.get(name, value) != value} == {}
-        assert theirs.keys() >= ours.keys() - {"adam_w_mode"}
+    """C56: names and defaults of every type that torch.optim has, read from the signatures of its classes."""
+    for name in set(PARAMS_OF_TYPE) - {"Lion"}:
+        theirs = {
+            key: parameter.default for key, parameter in inspect.signature(getattr(torch.optim, name)).parameters.items()
+        }
+        ours = Config.from_any({"optimizer": {"type": name.lower()}}).optimizer.values()
+        assert ours == {key: theirs[key] for key in ours}
+        left_out = theirs.keys() - ours.keys() - {"params", "foreach", "maximize", "capturable", "differentiable", "fused"}
+        assert left_out <= {"amsgrad", "decoupled_weight_decay"}
     adamw, adam = Config.from_any({}), Config.from_any({"optimizer": {"type": "adam"}})
     assert (adamw.optimizer.type, adamw.optimizer.params.weight_decay, adamw.optimizer.decoupled) == ("AdamW", 0.01, True)
     assert (adam.optimizer.type, adam.optimizer.params.weight_decay) == ("Adam", 0.0)
@@ -63,6 +66,16 @@ def test_optimizer_defaults_are_torchs() -> None:
         (0.9, 0.999),
         1e-8,
     )
+
+
+def test_only_adam_goes_to_nvme(tmp_path: Path) -> None:
+    """C66: an optimizer of torch beside a state that is offloaded to NVMe is refused, naming what works on every tier."""
+    for section in ("offload_optimizer", "offload_param"):
+        zero = {"stage": 3, section: {"device": "nvme", "nvme_path": str(tmp_path)}}
+        with pytest.raises(
+            ConfigError, match=f"{section}.device is nvme, but optimizer.type Lion .* Adam and AdamW work on"
+        ):
+            Config.from_any({"optimizer": {"type": "lion"}, "zero_optimization": zero})
 
 
 def test_adam_says_which_weight_decay_it_means() -> None:
