@@ -78,6 +78,8 @@ class CheckpointState:
     data_position: JsonValue
     rng_state: JsonValue
     loss_scale: JsonValue = None  # of a dynamic one; None where there is none
+    optimizer: str | None = None  # the class of torch's optimizer that made the updates; None: infinity's Adam or AdamW
+    groups: JsonValue = None  # the numbers of each parameter group that are no longer those that the run began with
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ class Checkpoint:
             if name.startswith(prefix):
                 yield name.removeprefix(prefix), spec
 
+    def kinds(self) -> frozenset[str]:
+        """Return every kind of tensor that is stored."""
+        return frozenset(name.partition("/")[0] for name in self._tensors)
+
     def read(self, parameter: str, kind: str, first_element: int, num_elements: int, into: HostData) -> None:
         """Fill `into` with a run of elements of a parameter's weight, buffer or plane of optimizer state.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -28,6 +29,21 @@ PARAMS_OF_TYPE: dict[str, dict[str, object]] = {
     "RAdam": {**_ADAM, "decoupled_weight_decay": False},
     "ASGD": {"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0},
     "Rprop": {"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
+}
+# The fp32 values that a type keeps for each element: the parameter that asks for each, None where nothing has to.
+_VALUES: dict[str, tuple[str | None, ...]] = {
+    "Adam": (None, None, "amsgrad"),
+    "AdamW": (None, None, "amsgrad"),
+    "SGD": ("momentum",),
+    "Adagrad": (None,),
+    "Lion": (None,),
+    "RMSprop": (None, "momentum", "centered"),
+    "Adadelta": (None, None),
+    "Adamax": (None, None),
+    "NAdam": (None, None),
+    "RAdam": (None, None),
+    "ASGD": (None,),
+    "Rprop": (None, None),
 }
 _NAMES = {name.lower(): name for name in PARAMS_OF_TYPE}
 # What DeepSpeed knows beside them.
@@ -114,6 +130,16 @@ class OptimizerSection(Section):
         """Whether weight decay acts on the weight directly (AdamW) instead of through the gradient (Adam)."""
         return bool(self.params.adam_w_mode)
 
+    @property
+    def num_values(self) -> int:
+        """The fp32 values that are kept for each element beside the master."""
+        return num_values(self.type, self.values())
+
     def values(self) -> dict[str, Any]:
         """Return the hyper-parameters of this type as its class takes them."""
         return {name: getattr(self.params, name) for name in PARAMS_OF_TYPE[self.type] if name != "adam_w_mode"}
+
+
+def num_values(name: str, hyper_parameters: Mapping[str, object]) -> int:
+    """Return how many fp32 values an optimizer of this type keeps for each element; 0 for a type that is not known."""
+    return sum(parameter is None or bool(hyper_parameters.get(parameter)) for parameter in _VALUES.get(name, ()))

@@ -31,8 +31,9 @@ from infinity.engine.groups import Groups, put_into_place
 from infinity.engine.in_place import Adoption, adoption
 from infinity.engine.initial import Initializer, InitialValues, fill_shard
 from infinity.engine.io_buffers import register_io_buffers
+from infinity.engine.kept_states import KeptStates
 from infinity.engine.loss_scaler import build_loss_scaler
-from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_course_schedule, build_torch_schedule
+from infinity.engine.lr_schedule import GivenScheduler, LrSchedule, build_schedule_of, build_torch_schedule
 from infinity.engine.masters import Masters
 from infinity.engine.model_settings import settle_model
 from infinity.engine.optimizer import Optimizer
@@ -56,6 +57,7 @@ from infinity.engine.reserve import (
 from infinity.engine.results import IoFacts
 from infinity.engine.take_over import free_values, move_buffers, refuse_loading, take_over
 from infinity.engine.update import Updater
+from infinity.engine.update_rule import AdamRule, open_torch_rule_of
 from infinity.engine.user_writes import UserWrites
 from infinity.errors import IllegalTransition
 from infinity.memory.base import measure_base
@@ -106,9 +108,9 @@ def build_engine(
     on_plan: Callable[[Plan], None] | None,
 ) -> Engine:
     """Return the engine of a module; see `initialize`. After any error nothing is left behind and the model is as it was."""
-    optimizer = Optimizer(list(groups.values), groups.decoupled)
+    optimizer = Optimizer(groups.values, groups.defaults, decoupled=groups.decoupled)
     if lr_scheduler is None:
-        lr_schedule: LrSchedule = build_course_schedule(config.scheduler, optimizer.param_groups, num_steps)
+        lr_schedule: LrSchedule = build_schedule_of(config.scheduler, optimizer.param_groups, num_steps)
     else:
         lr_schedule = build_torch_schedule(lr_scheduler, optimizer.param_groups)
     allocator = tune_host_allocator()
@@ -120,7 +122,7 @@ def build_engine(
     with ExitStack() as undo, ExitStack() as resources:
         group = join_ranks(compute.torch_device, recorder, resources)
         pieces, plan = cut_and_plan(
-            lambda stage: cut(model, config, groups.index_of, stage=stage, ranks=ranks),
+            lambda stage: cut(model, config, groups.index_of, stage=stage, ranks=ranks, torch_values=groups.torch_values),
             config,
             asked,
             compute,
@@ -167,6 +169,7 @@ def build_engine(
             notes=(
                 *config.notes(),
                 *groups.notes,
+                *groups.parts_notes(pieces.unit_layouts),
                 *_schedule_notes(config, lr_scheduler),
                 *allocator.notes,
                 *placement_notes(asked, pieces, compute),
@@ -294,23 +297,24 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     optimizer, loss_scaler = request.optimizer, build_loss_scaler(config)
     outside = {id(use.parameter): shard.outside[use.name] for shard in shards for use in shard.group.uses}
     put_into_place(request.groups, outside, undo)
+    torch_rule = open_torch_rule_of(request.groups, shards, store, grad_dtype, ledger, weights.settle, undo)
     updater = Updater(
         shards=shards,
         gradients=gradients,
         user_writes=UserWrites(shards, store),
         stream=stream,
         weights=weights,
+        rule=torch_rule or AdamRule(stream, optimizer, grad_dtype),
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
         loss_scaler=loss_scaler,
         agreement=gradient_path.agreement,
         reduction=gradient_path.reduction,
         max_norm=config.gradient_clipping,
-        grad_dtype=grad_dtype,
         max_skipped_in_a_row=config.infinity.max_skipped_in_a_row,
     )
     exchange = Exchange(group, device)
-    masters = Masters(store, weights, exchange, ledger)
+    masters, kept_states = Masters(store, weights, exchange, ledger), KeptStates(torch_rule, exchange)
     persistence = Persistence(
         module=model,
         shards=shards,
@@ -318,6 +322,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         weights=weights,
         masters=masters,
         exchange=exchange,
+        kept=kept_states,
         optimizer=optimizer,
         lr_schedule=request.lr_schedule,
         loss_scaler=loss_scaler,
@@ -372,6 +377,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         loss_scale=lambda: loss_scaler.scale,
         masters=masters,
         exchange=exchange,
+        kept=kept_states,
         staging=slots[0].host,
         ledger=ledger,
         compute_tier=compute.tier,

@@ -20,6 +20,8 @@ from infinity.zero.units import ParameterGroup, ParameterUse, Unit, cut_model
 
 # Torch's names of the dtypes that the configuration knows.
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# More elements than any section has.
+_WHOLE_SECTION = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class CutModel:
     groups: tuple[ParameterGroup, ...]
     unit_layouts: tuple[UnitLayouts, ...]  # by group
     tile_elements: int
+    torch_values: int | None = None  # fp32 an element that an optimizer of torch is known to keep; None: it is Adam here
 
     @property
     def layouts(self) -> tuple[ShardLayout, ...]:
@@ -72,10 +75,12 @@ class CutModel:
 
 
 def cut(
-    model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int], *, stage: int = 0, ranks: Ranks = ONE_RANK
-) -> CutModel:
+    model: nn.Module, config: Config, group_of: Callable[[nn.Parameter], int], *, stage: int = 0, ranks: Ranks = ONE_RANK,
+    torch_values: int | None = None,
+) -> CutModel:  # fmt: skip
     """Cut the model into units and lay out what this rank has of them; `group_of` gives a parameter's optimizer group.
 
+    `torch_values` is that of the result: where an optimizer of torch makes the updates, a section's masters are one tile.
     Raises ModelError for a compiled model, parameters that are not floating-point numbers, and buffers without values.
     """
     _require_plain(model)
@@ -83,11 +88,13 @@ def cut(
     dtype_of = _kept_dtypes(model, DTYPE_NAMES[config.precision])
     dtypes = {dtype_of(use.parameter) for group in groups for use in group.uses}
     tile_elements = min(tile_elements_of(config.infinity.tile_bytes, dtype) for dtype in dtypes)
+    if torch_values is not None:
+        tile_elements = _WHOLE_SECTION
     layouts = tuple(
         unit_layouts(
             group.index,
             group.name,
-            _specs(group.uses, dtype_of, group_of),
+            _specs(group.uses, dtype_of, group_of, torch_values is None),
             tile_elements=tile_elements,
             stage=stage,
             num_ranks=ranks.world_size,
@@ -97,7 +104,7 @@ def cut(
         )
         for group in groups
     )
-    return CutModel(units, groups, layouts, tile_elements)
+    return CutModel(units, groups, layouts, tile_elements, torch_values)
 
 
 def _kept_dtypes(model: nn.Module, precision: str) -> Callable[[nn.Parameter], str]:
@@ -112,7 +119,10 @@ def _kept_dtypes(model: nn.Module, precision: str) -> Callable[[nn.Parameter], s
 
 
 def _specs(
-    uses: Sequence[ParameterUse], dtype_of: Callable[[nn.Parameter], str], group_of: Callable[[nn.Parameter], int]
+    uses: Sequence[ParameterUse],
+    dtype_of: Callable[[nn.Parameter], str],
+    group_of: Callable[[nn.Parameter], int],
+    has_moments: bool,
 ) -> list[ParameterSpec]:
     return [
         ParameterSpec(
@@ -121,6 +131,7 @@ def _specs(
             dtype_of(use.parameter),
             use.parameter.requires_grad,
             group_of(use.parameter),
+            has_moments,
         )
         for use in uses
     ]

@@ -1,14 +1,15 @@
 """Parameter groups: which parameters the optimizer trains with which hyper-parameters, as users say it in torch.
 
-They come from `initialize(model_parameters=...)` (parameters, or groups as torch.optim takes them), or from a torch Adam or
-AdamW whose groups are taken over as they are. Without either there is one group with all trainable parameters.
+They come from `initialize(model_parameters=...)` (parameters, or groups as torch.optim takes them), or from an optimizer of
+torch whose groups are taken over as they are. Without either there is one group with all trainable parameters. Adam and
+AdamW are infinity's own arithmetic; every other optimizer makes its updates itself (`optim.torch_rule`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch import nn
 
 from infinity.config.optimizer import OptimizerSection
 from infinity.errors import ConfigError
+from infinity.optim.torch_optimizers import is_known, make_torch_optimizer, require_parts, require_usable, values_an_element
+from infinity.optim.torch_rule import MasterPiece, take_over_state
+from infinity.store.unit_size import UnitLayouts
 
 GivenParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 GivenOptimizer = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
 
-_HYPER = ("lr", "betas", "eps", "weight_decay")
-# Of a torch Adam: switches of its own implementations. What changes the arithmetic must be off.
-_ADAM_SWITCHES = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr")
-_ADAM_REFUSED = ("amsgrad", "maximize")
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_NOT_NATIVE = ("amsgrad", "maximize", "differentiable")  # of torch's Adam: what the kernel does not do
+_MADE_HERE = "; Adam and AdamW are made by infinity's own kernel, on every tier and beside the next forward."
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,56 @@ class Groups:
 
     values: tuple[dict[str, Any], ...]
     members: Mapping[int, int]  # id of a parameter -> its group
-    decoupled: bool
+    defaults: Mapping[str, Any]  # of the hyper-parameters
+    own_rule: TorchOptimizer | None = None  # makes the updates; None: infinity's Adam does
+    decoupled: bool | None = None  # whether that Adam is AdamW
     notes: tuple[str, ...] = ()
 
     def index_of(self, parameter: nn.Parameter) -> int:
         return self.members.get(id(parameter), 0)
+
+    def parts_notes(self, layouts: Sequence[UnitLayouts]) -> tuple[str, ...]:
+        """Return what is to be said where ranks own parts of parameters. Raises ConfigError where whole ones are needed."""
+        rule = self.own_rule
+        if rule is None or not any(one.is_split for one in layouts):
+            return ()
+        note = require_parts(rule.name, is_known=rule.given is None or is_known(rule.given))
+        return () if note is None else (note,)
+
+    @property
+    def torch_values(self) -> int | None:
+        """The fp32 values an element that an optimizer of torch keeps, 0 where nobody knows; None for infinity's Adam."""
+        return None if self.own_rule is None else self.own_rule.num_values
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptimizer:
+    """An optimizer of torch that makes updates: one that was given, or the configuration's, made when masters exist."""
+
+    name: str
+    num_values: int  # fp32 an element that it keeps, as far as is known before its first step
+    given: torch.optim.Optimizer | None = None
+    hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def over(
+        self, groups: Sequence[dict[str, Any]], own: Mapping[str, nn.Parameter], pieces: Sequence[Sequence[MasterPiece]]
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer of these pieces; its groups are those of `groups`, `own` the user's parameters by name.
+
+        Raises ConfigError for state on the meta device.
+        """
+        if self.given is not None:
+            take_over_state(self.given, own, [piece for group in pieces for piece in group])
+            return self.given
+        made = make_torch_optimizer(self.name, _with(groups, pieces), self.hyper_parameters)
+        for group, filled in zip(groups, made.param_groups, strict=True):
+            group.update({key: value for key, value in filled.items() if key != "params"})
+        made.param_groups = list(groups)
+        return made
+
+
+def _with(groups: Sequence[dict[str, Any]], pieces: Sequence[Sequence[MasterPiece]]) -> list[dict[str, Any]]:
+    return [{**group, "params": [piece.master for piece in own]} for group, own in zip(groups, pieces, strict=True)]
 
 
 def groups_of(
@@ -44,25 +92,49 @@ def groups_of(
 ) -> Groups:
     """Return the groups that the user asks for.
 
-    Raises ConfigError for an optimizer other than Adam and AdamW, for a trainable parameter in no group, for one that is no
-    part of the model, one in two groups, and a group key that means nothing.
+    Raises ConfigError for an optimizer that cannot be served, for a trainable parameter in no group, for one that is no part
+    of the model, one in two groups, and a group key that means nothing.
     """
-    decoupled = section.decoupled
-    notes: tuple[str, ...] = ()
     if optimizer is not None:
         listed = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
-        taken = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(listed)
-        _require_adam(taken)
-        decoupled = isinstance(taken, torch.optim.AdamW)
-        values: tuple[dict[str, Any], ...] = tuple(taken.param_groups)
-        notes = (f"optimizer: the {type(taken).__name__} given to initialize is used, not the configuration's.",)
-    else:
-        params = section.params
-        defaults: dict[str, Any] = {
-            "lr": params.lr, "betas": tuple(params.betas), "eps": params.eps, "weight_decay": params.weight_decay,
-        }  # fmt: skip
-        values = tuple({**defaults, **group} for group in _as_groups(model, parameters))
-    return Groups(values, _members(model, values), decoupled, notes)
+        return _taken_over(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(listed))
+    defaults = section.values()
+    values = tuple({**defaults, **group} for group in _as_groups(model, parameters, tuple(defaults)))
+    members = _members(model, values)
+    if section.is_native:
+        return Groups(values, members, defaults, decoupled=section.decoupled)
+    trial = make_torch_optimizer(section.type, [{**group, "params": [torch.zeros(1)]} for group in values], defaults)
+    rule = TorchOptimizer(section.type, values_an_element(trial), hyper_parameters=defaults)
+    return Groups(values, members, defaults, rule, notes=(_performance_note(section.type),))
+
+
+def _taken_over(model: nn.Module, taken: torch.optim.Optimizer) -> Groups:
+    require_usable(taken)
+    name, values = type(taken).__name__, tuple(taken.param_groups)
+    members = _members(model, values)
+    note = f"optimizer: the {name} given to initialize is used, not the configuration's."
+    decoupled = _decoupled(taken)
+    if decoupled is None:
+        rule = TorchOptimizer(name, values_an_element(taken), given=taken)
+        return Groups(values, members, taken.defaults, rule, notes=(note, _performance_note(name)))
+    if taken.state:
+        raise ConfigError(
+            "optimizer has taken steps already; its moments would be lost.", remedy="Give one that has taken none."
+        )
+    return Groups(values, members, taken.defaults, decoupled=decoupled, notes=(note,))
+
+
+def _decoupled(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return how an Adam of torch decays weights; None for one whose arithmetic is not the kernel's."""
+    if type(optimizer) not in _ADAMS or any(group.get(name) for group in optimizer.param_groups for name in _NOT_NATIVE):
+        return None
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    found = {bool(group.get("decoupled_weight_decay", is_adamw)) for group in optimizer.param_groups}
+    return found.pop() if len(found) == 1 else None
+
+
+def _performance_note(name: str) -> str:
+    return f"optimizer: {name} is torch's and updates fp32 masters in RAM before step() returns{_MADE_HERE}"
 
 
 def put_into_place(groups: Groups, outside: Mapping[int, nn.Parameter], undo: ExitStack) -> None:
@@ -73,18 +145,18 @@ def put_into_place(groups: Groups, outside: Mapping[int, nn.Parameter], undo: Ex
         group["params"] = [outside.get(id(parameter), parameter) for parameter in own]
 
 
-def _as_groups(model: nn.Module, parameters: GivenParameters | None) -> list[dict[str, Any]]:
+def _as_groups(model: nn.Module, parameters: GivenParameters | None, known: tuple[str, ...]) -> list[dict[str, Any]]:
     given: list[Any] = list(parameters) if parameters is not None else []
     if not given:
         return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     if not isinstance(given[0], Mapping):
         return [{"params": given}]
     for number, group in enumerate(given):
-        unknown = [key for key in group if key not in (*_HYPER, "params", "name")]
+        unknown = [key for key in group if key not in (*known, "params", "name")]
         if unknown or "params" not in group:
             raise ConfigError(
                 f"model_parameters: group {number} has {', '.join(map(repr, group))}.",
-                remedy=f"A group has params, and of {', '.join(_HYPER)} and name what it wants.",
+                remedy=f"A group has params, and of {', '.join(known)} and name what it wants.",
             )
     return [{**group, "params": _listed(group["params"])} for group in given]
 
@@ -114,19 +186,3 @@ def _members(model: nn.Module, groups: tuple[dict[str, Any], ...]) -> dict[int, 
             remedy="Give them in a group, or freeze them with requires_grad_(False).",
         )
     return members
-
-
-def _require_adam(optimizer: torch.optim.Optimizer) -> None:
-    supported = "torch.optim.AdamW and torch.optim.Adam are supported; their arithmetic is infinity's own, on every tier."
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}.", remedy=supported)
-    if optimizer.state:
-        raise ConfigError(
-            "optimizer has taken steps already; its moments would be lost.", remedy="Give one that has taken none."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        wrong = [name for name in _ADAM_REFUSED if group.get(name)]
-        known = (*_HYPER, *_ADAM_SWITCHES, *_ADAM_REFUSED, "params", "name")
-        wrong += [name for name in group if name not in known]
-        if wrong:
-            raise ConfigError(f"optimizer: group {number} asks for {', '.join(wrong)}.", remedy="Leave it out.")

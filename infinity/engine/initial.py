@@ -128,7 +128,7 @@ def _store_value(section: Section, value: torch.Tensor, weights: torch.Tensor, m
     for start in range(0, value.numel(), _CHUNK_ELEMENTS):
         piece = value[start : start + _CHUNK_ELEMENTS]
         rounded = kept = piece
-        if section.dtype == "bfloat16":
+        if section.dtype == "bfloat16" and not section.has_whole_masters:
             rounded, kept = split_master(piece.to(torch.float32))
         weights[start : start + piece.numel()].copy_(rounded)
         if master is not None:

@@ -68,8 +68,9 @@ def initialize(
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a dict with DeepSpeed's keys, the path of a JSON file, or a
     Config. `model_parameters` are the parameters to train, or groups of them as torch.optim takes them, with their own lr,
-    betas, eps and weight_decay; by default all that require grad. `optimizer` is a torch Adam or AdamW, or a function that
-    makes one of them from `model_parameters`: its groups are taken over and change the hyper-parameters from then on.
+    betas, eps and weight_decay; by default all that require grad. `optimizer` is an optimizer of torch, or a function that
+    makes one from `model_parameters`: its groups are taken over and change the hyper-parameters from then on. Adam and AdamW
+    are infinity's own, on every tier; any other makes its updates itself, with all state in memory.
     `training_data` becomes a data loader of micro-batches. `distributed_port` and `dist_init_required` change nothing on one
     rank; `mpu` and `mesh_param` are refused, for no model is split over ranks by its own code.
 

@@ -16,7 +16,7 @@ from infinity.optim.course import Course, build_course
 
 Group = dict[str, object]
 GivenScheduler = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
-_MOVED = ("lr", "betas")  # what a scheduler may move in a group
+_MOVED = ("lr", "betas", "momentum")  # what a scheduler may move in a group
 
 
 class LrSchedule(Protocol):
@@ -59,8 +59,30 @@ class CourseSchedule:
     def apply(self, groups: Sequence[Group]) -> None:
         for group, course in zip(groups, self.courses, strict=True):
             group["lr"] = course.lr(self.num_applied_steps)
-            if course.beta1 is not None:
+            if course.beta1 is not None and "betas" in group:
                 group["betas"] = (course.beta1(self.num_applied_steps), _second_beta(group))
+
+    def advance(self) -> None:
+        self.num_applied_steps += 1
+
+
+@dataclass(slots=True)
+class FreeRates:
+    """No schedule: the learning rates are what the user, or a scheduler of torch, writes into the groups."""
+
+    groups: Sequence[Group]
+    num_applied_steps: int = 0
+
+    @property
+    def lr(self) -> float:
+        return self.get_last_lr()[0]
+
+    def get_last_lr(self) -> list[float]:
+        """Raises ConfigError for what is no number."""
+        return [_rate(group) for group in self.groups]
+
+    def apply(self, groups: Sequence[Group]) -> None:
+        """Nothing to write."""
 
     def advance(self) -> None:
         self.num_applied_steps += 1
@@ -99,9 +121,7 @@ class TorchSchedule:
 
     def apply(self, groups: Sequence[Group]) -> None:
         for group, seen in zip(groups, self._groups, strict=True):
-            group["lr"] = float(seen["lr"])
-            if "betas" in seen:
-                group["betas"] = tuple(seen["betas"])
+            group.update({name: seen[name] for name in _MOVED if name in seen})
 
     def advance(self) -> None:
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # the engine made its step
@@ -116,11 +136,13 @@ class ScheduledGroups(torch.optim.Optimizer):
         super().__init__([{**group, "params": [torch.zeros(1)]} for group in groups], defaults=dict(groups[0]))
 
 
-def build_course_schedule(section: SchedulerSection, groups: Sequence[Group], num_steps: int | None) -> CourseSchedule:
+def build_schedule_of(section: SchedulerSection, groups: Sequence[Group], num_steps: int | None) -> LrSchedule:
     """Return the schedule of the configuration over these groups.
 
     Raises ConfigError as `build_course` does, and for a list of numbers that are not as many as the groups.
     """
+    if section.type == "constant" and not section.params.warmup_num_steps:
+        return FreeRates(groups)
     courses = [
         build_course(
             section.of_group(index, len(groups)),
@@ -155,6 +177,13 @@ def build_torch_schedule(given: GivenScheduler, groups: Sequence[Group]) -> Torc
             remedy="Give a function that makes it over the optimizer that it is called with.",
         )
     return TorchSchedule(scheduler)
+
+
+def _rate(group: Group) -> float:
+    value = group.get("lr")
+    if not isinstance(value, int | float | torch.Tensor):
+        raise ConfigError(f"optimizer.param_groups: lr is {value!r}, not a number.", remedy="Set it before the next step.")
+    return float(value)
 
 
 def _second_beta(group: Group) -> object:

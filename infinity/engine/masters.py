@@ -14,7 +14,7 @@ from infinity.memory.arena import Buffer, open_arena
 from infinity.memory.ledger import Ledger
 from infinity.optim.reference import join_master
 from infinity.states import Tier
-from infinity.store.layout import MASTER_PLANES, ParameterSpec, ShardLayout
+from infinity.store.layout import ParameterSpec, ShardLayout
 from infinity.store.store import Store
 from infinity.zero.shard import Shard
 from infinity.zero.weights import Weights
@@ -34,8 +34,8 @@ class Masters:
     def whole(self, shard: Shard, spec: ParameterSpec) -> torch.Tensor:
         """Return all of it in the parameter's shape. Every rank calls it."""
         with held(self.weights, shard, spec) as weight:
-            plane = MASTER_PLANES.get(spec.dtype)
-            if plane is None or not spec.trainable:
+            plane = section_of(shard.layout, spec.name).master_plane
+            if plane is None:
                 return weight.to(torch.float32, copy=True)
             own = read_plane(self.store, shard.layout, spec.name, plane.name)
             kept = self.exchange.whole(shard.layout, spec.name, own, what=plane.name).view(weight.shape)
@@ -45,8 +45,8 @@ class Masters:
         """Return the elements that this rank owns, 1-D; where it has a part, no other rank is asked. Raises OverBudget."""
         if num_parts(shard.layout) == 1:
             return self.whole(shard, spec).reshape(-1)
-        plane = MASTER_PLANES.get(spec.dtype)
-        if plane is not None and spec.trainable:
+        plane = section_of(shard.layout, spec.name).master_plane
+        if plane is not None:
             kept = read_plane(self.store, shard.layout, spec.name, plane.name)
             return join_master(self._own_weights(shard, spec), kept) if plane.name == "master_low" else kept
         return self._own_weights(shard, spec).to(torch.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.engine.exchange import Exchange
+from infinity.engine.kept_states import KeptStates
 from infinity.engine.masters import OWNER, Masters
 from infinity.engine.planes import has_plane, local_elements, read_plane, runs_of, section_of, weights_of, write_plane
 from infinity.engine.waiting_gradients import WaitingGradients
@@ -53,6 +54,7 @@ class StateAccess:
     loss_scale: Callable[[], float]  # by which gradients that wait are too large
     masters: Masters
     exchange: Exchange
+    kept: KeptStates
     staging: Buffer  # host memory for one shard's weights
     ledger: Ledger
     compute_tier: Tier
@@ -98,6 +100,8 @@ class StatesOfParameter:
         if state == MASTER:
             masters = self.access.masters
             return masters.own(self.shard, self.spec) if local else masters.whole(self.shard, self.spec)
+        if self._is_kept:
+            return self.access.kept.get(self.shard.layout, self.spec, state, local=local)
         if not self._has(state):
             return None
         return self._shaped(read_plane(self.access.store, self.shard.layout, self.name, state), local, state)
@@ -108,10 +112,34 @@ class StatesOfParameter:
         values = self._flat(value, local)
         if state == MASTER:
             self._set_master(values)
+        elif self._is_kept:
+            self.access.kept.put(self.name, state, values)
         elif self._has(state):
             write_plane(self.access.store, self.shard.layout, self.name, state, values)
         else:
             raise ModelError(f"Parameter {self.name} is frozen: it has no {state}.", remedy="Set states of trained ones.")
+
+    def optimizer_state(self) -> dict[str, object]:
+        self.access.door.synchronize()
+        if self._is_kept:
+            return self.access.kept.everything(self.shard.layout, self.spec)
+        return {name: self.get(name, local=False) for name in self._moments if self.spec.trainable}
+
+    def replace_optimizer_state(self, state: Mapping[str, object]) -> None:
+        self.access.door.synchronize()
+        self.access.door.require_no_graph(f"load_state_dict with {self.name}")
+        if self._is_kept:
+            self.access.kept.replace(self.spec, state)
+            return
+        if self.spec.trainable and set(state) not in (set(), set(self._moments)):
+            raise ModelError(
+                f"The state of {self.name} has {', '.join(state)}; its optimizer keeps {', '.join(self._moments)}.",
+                remedy="Load the state of an Adam or AdamW.",
+            )
+        for name in self._moments if self.spec.trainable else ():
+            value = state.get(name)
+            filled = value if isinstance(value, torch.Tensor) else torch.zeros(self.spec.shape)
+            write_plane(self.access.store, self.shard.layout, self.name, name, self._flat(filled, local=False))
 
     def get_gradient(self, *, local: bool) -> torch.Tensor | None:
         self.access.door.finish_gradients()
@@ -124,21 +152,31 @@ class StatesOfParameter:
         self.access.gradients.write(self.shard.index, self.name, values)
 
     @property
+    def _is_kept(self) -> bool:
+        """Whether an optimizer of torch keeps what is not the master."""
+        return self.spec.trainable and not self.spec.has_moments
+
+    @property
     def _weight_bytes(self) -> int:
         return self.spec.numel * TORCH_DTYPES[self.spec.dtype].itemsize
 
     def _has(self, state: str) -> bool:
         """Return whether the parameter has this state. Raises ModelError for what is none of any parameter."""
-        layout = self.shard.layout
-        known = [plane.name for section in layout.sections for plane in section.planes if plane.name not in _MASTER_PLANES]
+        known = self._moments
         if self.spec.trainable and state not in known:
             raise ModelError(f"There is no optimizer state {state!r}.", remedy=f"There are {MASTER}, {', '.join(known)}.")
-        return has_plane(layout, self.name, state)
+        return has_plane(self.shard.layout, self.name, state)
+
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        """The planes that hold more than masters, in their order."""
+        planes = (plane.name for section in self.shard.layout.sections for plane in section.planes)
+        return tuple(dict.fromkeys(name for name in planes if name not in _MASTER_PLANES))
 
     def _set_master(self, values: torch.Tensor) -> None:
         layout, store = self.shard.layout, self.access.store
         weights, low = values, None
-        if has_plane(layout, self.name, "master_low") or self.spec.dtype == "bfloat16":
+        if self.spec.dtype == "bfloat16" and not has_plane(layout, self.name, "master"):
             weights, low = split_master(values)
         if has_plane(layout, self.name, "master_low") and low is not None:
             write_plane(store, layout, self.name, "master_low", low)

@@ -22,6 +22,7 @@ from infinity.comm.group import Json
 from infinity.comm.verdict import together
 from infinity.engine.exchange import Exchange
 from infinity.engine.in_place import commit_in_place, require_adopted
+from infinity.engine.kept_states import KeptStates
 from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.masters import Masters
@@ -68,6 +69,7 @@ class Persistence:
         weights: Weights,
         masters: Masters,
         exchange: Exchange,
+        kept: KeptStates,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         loss_scaler: LossScaler,
@@ -82,6 +84,7 @@ class Persistence:
         self._weights = weights
         self._masters = masters
         self._exchange = exchange
+        self._kept = kept
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
         self._loss_scaler = loss_scaler
@@ -125,14 +128,20 @@ class Persistence:
             data_position=extra,  # type: ignore[arg-type]
             rng_state=self._rng_states(),
             loss_scale=self._loss_scaler.record(),
+            optimizer=self._kept.optimizer_name,
+            groups=self._optimizer.moved(),  # type: ignore[arg-type]
         )
+        saved = self._kept.saved()
 
         def write(units: Sequence[UnitSource]) -> Path:
             path = self._write(directory_of(directory, tag), units, state, keep)
             note_latest(directory, tag)
             return path
 
-        units = [ShardSource(shard, self._store, self._weights, self._exchange) for shard in self._shards]
+        units = [
+            self._kept.beside(ShardSource(shard, self._store, self._weights, self._exchange), shard.layout, saved)
+            for shard in self._shards
+        ]
         what = f"checkpoint of step {steps.taken}" + (f" with tag {tag}" if tag is not None else "")
         return write_together(self._exchange.group, units, write, what=what)
 
@@ -162,6 +171,7 @@ class Persistence:
                 checkpoint = opened.enter_context(open_checkpoint(find(path, tag)))
                 checkpoint.require_match(self._fingerprint())
                 state = checkpoint.state
+                self._kept.require_same(state.optimizer, str(checkpoint.path))
                 loss_scale = self._loss_scaler.recorded(state.loss_scale)
                 if checkpoint.manifest.swap_files:
                     require_adopted(checkpoint, self._adopted)
@@ -172,6 +182,7 @@ class Persistence:
             with together(self._exchange.group, what="reading a checkpoint"):
                 for shard in self._shards if is_copy else ():
                     load_shard(checkpoint, shard.layout, self._store, self._staging(shard.index))
+                self._kept.load(checkpoint)
                 load_buffers(checkpoint, self._module)
             if is_copy:
                 self._weights.show_resident()
@@ -179,6 +190,7 @@ class Persistence:
         counters = state.counters
         self._optimizer.steps = dict(counters.parameter_steps)
         self._lr_schedule.num_applied_steps = counters.schedule_position
+        self._optimizer.move(state.groups if isinstance(state.groups, list) else ())  # type: ignore[arg-type]
         self._loss_scaler.state = loss_scale
         self._set_rng_state(state.rng_state)
         extra = state.data_position if isinstance(state.data_position, dict) else {}

@@ -9,6 +9,7 @@ from infinity.comm.buckets import scratch_bytes
 from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import Config
 from infinity.engine.cut import DTYPE_NAMES, CutModel
+from infinity.errors import ConfigError
 from infinity.memory.device import ComputeDevice
 from infinity.memory.limits import HEADROOM_SHARE, plannable_host_bytes
 from infinity.placement import (
@@ -62,6 +63,8 @@ def plan_for(
     RAM is the machine's and shared by its ranks. Without a budget of the configuration, `recorded_cpu_bytes` counts: that of
     this rank in the run whose swap files are taken over.
     """
+    if pieces.torch_values is not None:
+        _require_in_memory(placement, pieces)
     own, num_local = config.infinity, ranks.local_world_size
     cpu_bytes = own.cpu_memory // num_local if own.cpu_memory else recorded_cpu_bytes or plannable_host_bytes() // num_local
     cpu_bytes, gpu_bytes = agree(cpu_bytes), None
@@ -80,7 +83,8 @@ def plan_for(
         schedule=Schedule(own.schedule),
         recompute=own.recompute,
         root_bytes=pieces.buffer_bytes(),
-        has_nvme=bool(config.nvme_directories),
+        has_nvme=bool(config.nvme_directories) and pieces.torch_values is None,
+        torch_values=pieces.torch_values,
         num_local_ranks=num_local,
         num_ranks=ranks.world_size,
         gradient_reduction=None if own.gradient_reduction is None else GradientReduction(own.gradient_reduction),
@@ -117,6 +121,18 @@ def cut_and_plan(
         given = [min(PARTITIONED)]
     plan = plan_at(given[0]) if given else plan_best_stage(plan_at)
     return cuts[plan.stage], plan
+
+
+def _require_in_memory(placement: Placement, pieces: CutModel) -> None:
+    for layout, unit in zip(pieces.layouts, placement.resolve(pieces.sizes()), strict=True):
+        optim = () if unit.optim == AUTO else tuple(tier for tier, _ in unit.optim)
+        for state, tiers in (("optim", optim), ("params", (unit.params,)), ("grads", (unit.grads,))):
+            if Tier.NVME in tiers:
+                raise ConfigError(
+                    f"{state} of {layout.name} is asked onto NVMe, but the optimizer is torch's own: it needs weights, "
+                    "gradients and state in memory.",
+                    remedy="Use Adam or AdamW, which work on every tier, or leave the state in memory.",
+                )
 
 
 def placement_notes(placement: Placement, pieces: CutModel, compute: ComputeDevice) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from infinity.engine.loss_scaler import LossScaler
 from infinity.engine.lr_schedule import LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.results import UpdateResult
+from infinity.engine.update_rule import UpdateRule
 from infinity.engine.user_writes import UserWrites
 from infinity.engine.waiting_gradients import WaitingGradients
 from infinity.errors import Diverged
 from infinity.optim.grad_norm import clip_coefficient, global_norm
-from infinity.optim.hyper import UpdateStep
 from infinity.optim.stream import UpdateStream
 from infinity.zero.reduction import RankReduction
 from infinity.zero.shard import Residency, Shard
@@ -32,13 +32,13 @@ class Updater:
         user_writes: UserWrites,
         stream: UpdateStream,
         weights: Weights,
+        rule: UpdateRule,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         loss_scaler: LossScaler,
         agreement: Agreement,
         reduction: RankReduction | None,
         max_norm: float,
-        grad_dtype: str,
         max_skipped_in_a_row: int,
     ) -> None:
         self._shards = shards
@@ -46,13 +46,13 @@ class Updater:
         self._user_writes = user_writes
         self._stream = stream
         self._weights = weights
+        self._rule = rule
         self._optimizer = optimizer
         self._lr_schedule = lr_schedule
         self._loss_scaler = loss_scaler
         self._agreement = agreement
         self._reduction = reduction
         self._max_norm = max_norm
-        self._grad_dtype = grad_dtype
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._num_skipped_in_a_row = 0  # with one loss scale: a lower one is a new chance
 
@@ -63,9 +63,9 @@ class Updater:
         Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
         """
         self._optimizer.require_groups()
-        lr = self._lr_schedule.lr
         self._lr_schedule.apply(self._optimizer.param_groups)
-        hyper = self._optimizer.hyper()
+        begin = self._rule.fix()
+        lr = self._lr_schedule.lr
         agreed = self._agreement.step(self._gradients.take_facts(), losses, shares)
         facts = agreed.gradients
         scale = self._loss_scaler.scale
@@ -81,9 +81,10 @@ class Updater:
             self._stream.drain()
             self._user_writes.take_in()
         steps = self._count(facts.touched)
-        self._stream.begin(UpdateStep(hyper, steps, coefficient / scale, self._grad_dtype))
+        begin(steps, coefficient / scale)
         self._weights.updates_are_due(sorted(steps))
         self._weights.update_now([shard.index for shard in self._shards if shard.residency is Residency.RESIDENT])
+        self._optimizer.stepped()
         self._lr_schedule.advance()
         self._weights.rewind()
         return UpdateResult(norm, coefficient, lr, scale, False, None, agreed.losses, agreed.loss)

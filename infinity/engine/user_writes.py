@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.engine.planes import runs_of, section_of, weights_of
 from infinity.errors import ModelError
-from infinity.store.layout import MASTER_PLANES, ParameterSpec, tile_segments
+from infinity.store.layout import ParameterSpec, tile_segments
 from infinity.store.store import Store
 from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
 
@@ -89,8 +89,8 @@ class UserWrites:
 
     def _renew_master(self, shard: Shard, spec: ParameterSpec, written: torch.Tensor) -> None:
         """Let what tiles hold of the parameter's master say what was written: nothing more than the weight, or all of it."""
-        plane = MASTER_PLANES.get(spec.dtype)
-        if plane is None or not spec.trainable:
+        plane = section_of(shard.layout, spec.name).master_plane
+        if plane is None:
             return
         for tile in shard.layout.tiles:
             pieces = [

@@ -18,11 +18,13 @@ def memory_lines(request: PlanRequest, drafts: Sequence[Draft], *, num_tile_slot
     compute = request.compute_tier
     lines = [*_weight_lines(request, drafts), *_gradient_lines(request, drafts, num_tile_slots), *reduction_lines(request)]
     state_bytes = sum(draft.cpu_state_bytes for draft in drafts)
-    lines.append(MemoryLine(Tier.CPU, Owner.OPTIMIZER, state_bytes, "resident tiles of master weights and moments"))
+    held = "resident tiles of master weights and moments" if request.torch_values is None else "fp32 master weights"
+    lines.append(MemoryLine(Tier.CPU, Owner.OPTIMIZER, state_bytes, held))
     if any(draft.has_nvme_tiles for draft in drafts):
         slot_bytes = tile_slot_bytes(drafts)
         counts = f"{num_tile_slots} buffers of {format_bytes(slot_bytes)} that tiles stream through"
         lines.append(MemoryLine(Tier.CPU, Owner.TILE_SLOTS, num_tile_slots * slot_bytes, counts))
+    lines += _torch_lines(request)
     lines.append(_activation_line(request, drafts))
     lines.append(MemoryLine(compute, Owner.ROOT, request.root_bytes, "buffers and values of no unit"))
     return tuple(line for line in lines if line.num_bytes)
@@ -148,6 +150,19 @@ def reduction_lines(request: PlanRequest) -> list[MemoryLine]:
     return [
         MemoryLine(Tier.GPU, Owner.REDUCTION, buffers, counts),
         MemoryLine(Tier.CPU, Owner.REDUCTION, request.scratch_bytes, "what collectives take"),
+    ]
+
+
+def _torch_lines(request: PlanRequest) -> list[MemoryLine]:
+    if request.torch_values is None:
+        return []
+    num_elements = sum(unit.num_state_elements for unit in request.units)
+    kept = request.torch_values * FP32_BYTES * num_elements
+    copied = 0 if request.grad_element_bytes == FP32_BYTES else FP32_BYTES * num_elements
+    each = f"what torch's optimizer keeps: {request.torch_values} x {FP32_BYTES} bytes an element"
+    return [
+        MemoryLine(Tier.CPU, Owner.RULE_STATE, kept, each),
+        MemoryLine(Tier.CPU, Owner.RULE_GRADIENTS, copied, "gradients as torch's optimizer takes them, while it steps"),
     ]
 
 

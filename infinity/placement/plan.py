@@ -23,6 +23,8 @@ class Owner(str, Enum):
     TILE_SLOTS = "tile slots"
     ACTIVATIONS = "activations"
     ROOT = "root"
+    RULE_STATE = "state of torch's optimizer"
+    RULE_GRADIENTS = "fp32 gradients of torch's optimizer"
 
 
 @dataclass(frozen=True, slots=True)

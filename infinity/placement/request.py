@@ -48,6 +48,7 @@ class PlanRequest:
     root_bytes: int = 0  # buffers and whatever else stays on the compute tier
     has_nvme: bool = True  # whether a directory was given
     nvme_free_bytes: int | None = None  # this rank's part; None: not asked
+    torch_values: int | None = None  # fp32 an element that an optimizer of torch keeps beside the tiles; None: it has none
     num_local_ranks: int = 1  # that share the machine: what an error says of RAM and disk is for all of them
     num_ranks: int = 1
     gradient_reduction: GradientReduction | None = None  # None: each micro-batch where gradients are partitioned

@@ -48,6 +48,13 @@ STATE_PLANES: dict[str, tuple[Plane, ...]] = {
     "float16": (MASTER_PLANES["float16"], *_MOMENTS),
     "float32": _MOMENTS,
 }
+# The same where a rule of torch makes the update and keeps what else it needs itself: the whole fp32 master, if it is not
+# the weights themselves.
+MASTERS_ALONE: dict[str, tuple[Plane, ...]] = {
+    "bfloat16": (Plane("master", "float32"),),
+    "float16": (Plane("master", "float32"),),
+    "float32": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class ParameterSpec:
     dtype: str
     trainable: bool
     group: int = 0  # index of its optimizer parameter group
+    has_moments: bool = True  # tiles hold Adam's moments; False: the master alone (MASTERS_ALONE)
 
     @property
     def numel(self) -> int:
@@ -89,6 +97,7 @@ class Section:
     state_offset: int  # first state element; counts trainable sections only
     parameters: tuple[tuple[str, int, int], ...]  # (name, first element in the whole unit's section, numel)
     segments: tuple[Segment, ...]  # this rank's runs, ascending
+    has_moments: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -96,12 +105,19 @@ class Section:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return STATE_PLANES[self.dtype] if self.trainable else ()
+        if not self.trainable:
+            return ()
+        return STATE_PLANES[self.dtype] if self.has_moments else MASTERS_ALONE[self.dtype]
 
     @property
     def master_plane(self) -> Plane | None:
         """The plane with what the weights do not say of the fp32 master; None where they say all or are frozen."""
-        return MASTER_PLANES.get(self.dtype) if self.trainable else None
+        return next((plane for plane in self.planes if plane.name in ("master", "master_low")), None)
+
+    @property
+    def has_whole_masters(self) -> bool:
+        """Whether tiles hold whole fp32 masters, of which the weights are copies rounded to nearest even."""
+        return self.master_plane is not None and self.master_plane.name == "master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +230,14 @@ def _section(
     return Section(
         trainable=trainable, dtype=dtype, unit_elements=unit_elements, shard_elements=shard_elements,
         unit_byte_offset=unit_bytes, shard_byte_offset=shard_bytes, state_offset=state_offset,
-        parameters=tuple(placed), segments=tuple(segments),
+        parameters=tuple(placed), segments=tuple(segments), has_moments=all(spec.has_moments for spec in members),
     )  # fmt: skip
 
 
 def _tiles(shard: int, sections: Sequence[Section], tile_elements: int) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
     for number, section in enumerate(sections):
-        if not section.trainable:
+        if not section.planes:
             continue
         for offset in range(0, section.shard_elements, tile_elements):
             length = min(tile_elements, section.shard_elements - offset)

@@ -143,7 +143,7 @@ def _precision_words(config: Config) -> str:
     if config.precision == "fp32":
         return "fp32"
     if config.precision == "bf16":
-        return "bf16 with a split fp32 master"
+        return "bf16 with a split fp32 master" if config.optimizer.is_native else "bf16 beside an fp32 master"
     section = config.fp16
     scale = f"loss scale {section.loss_scale:g}"
     if not section.loss_scale:

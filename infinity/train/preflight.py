@@ -30,7 +30,8 @@ from infinity.train.voice import Voice
 
 # Bytes a parameter: weights; and the optimizer's: of the master what the weights do not hold, and two moments.
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_OPTIMIZER_BYTES = {"bf16": 2 + 8, "fp16": 4 + 8, "fp32": 8}
+_OPTIMIZER_BYTES = {"bf16": 2 + 8, "fp16": 4 + 8, "fp32": 8}  # of Adam
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,11 @@ def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK
 
 
 def state_bytes(config: Config, num_parameters: int) -> int:
-    """Return the bytes of weights, masters and moments: those of a checkpoint, without padding."""
-    return num_parameters * (_WEIGHT_BYTES[config.precision] + _OPTIMIZER_BYTES[config.precision])
+    """Return the bytes of weights, masters and what the optimizer keeps: those of a checkpoint, without padding."""
+    if config.optimizer.is_native:
+        return num_parameters * (_WEIGHT_BYTES[config.precision] + _OPTIMIZER_BYTES[config.precision])
+    master_bytes = 0 if config.precision == "fp32" else _FP32_BYTES
+    return num_parameters * (_WEIGHT_BYTES[config.precision] + master_bytes + _FP32_BYTES * config.optimizer.num_values)
 
 
 def least_nvme_bytes(config: Config, num_parameters: int, ranks: Ranks = ONE_RANK) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -43,6 +44,14 @@ class ParameterStates(Protocol):
 
     def set(self, state: str, value: torch.Tensor, *, local: bool) -> None:
         """Replace it. Raises ModelError for another shape, and IllegalTransition while a backward is to come."""
+        ...
+
+    def optimizer_state(self) -> dict[str, object]:
+        """Return everything that the optimizer keeps beside the master, by key, full; empty where there is nothing."""
+        ...
+
+    def replace_optimizer_state(self, state: Mapping[str, object]) -> None:
+        """Make `state`, as `optimizer_state` returns it, the parameter's. Raises ModelError for that of another."""
         ...
 
     def get_gradient(self, *, local: bool) -> torch.Tensor | None:
