@@ -75,22 +75,14 @@ def test_frozen_parameters_need_no_group(nvme: Path) -> None:
         assert engine.was_step_applied()
 
 
-class _Mine(torch.optim.AdamW):
-    """An AdamW that may do anything."""
-
-
 def test_what_cannot_be_trained_as_asked_is_refused(nvme: Path) -> None:
-    """Another optimizer, switches that change the arithmetic, groups that do not fit the model: each names what is wrong."""
+    """An Adam that has taken steps, groups that do not fit the model: each error names what is wrong."""
     model, other = TINY_GPT.build(), nn.Linear(2, 2)
     parameters = list(model.parameters())
     stepped = torch.optim.AdamW(parameters)
     parameters[0].grad = torch.zeros_like(parameters[0])
     stepped.step()
     for given, words in (
-        ({"optimizer": torch.optim.SGD(parameters, lr=0.1)}, "SGD.*AdamW and torch.optim.Adam are supported"),
-        ({"optimizer": _Mine(parameters)}, "_Mine"),
-        ({"optimizer": torch.optim.AdamW(parameters, amsgrad=True)}, "amsgrad"),
-        ({"optimizer": torch.optim.AdamW(parameters, maximize=True)}, "maximize"),
         ({"optimizer": stepped}, "taken steps"),
         ({"model_parameters": parameters[1:]}, "1 trainable parameters are in no group.*embed.weight"),
         ({"model_parameters": [*parameters, *other.parameters()]}, "no parameter of the model"),
