@@ -89,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return, by group, the numbers that are no longer those of `initialize`: what a checkpoint keeps of the groups."""
         return [
             {key: value for key, value in _numbers(group).items() if value != start.get(key)}
-            for group, start in zip(self.param_groups, self._at_start, strict=True)
+            for group, start in zip(self.param_groups, self._at_start, strict=False)
         ]
 
     def move(self, moved: Sequence[Mapping[str, object]]) -> None:
@@ -126,12 +126,10 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, object]:
     """Return the numbers of a group, and its lists of numbers, as JSON has them."""
     found: dict[str, object] = {}
     for key, value in group.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 0:
-            found[key] = value.item()
-        elif isinstance(value, int | float):
-            found[key] = value
-        elif isinstance(value, tuple | list) and value and all(isinstance(one, int | float) for one in value):
-            found[key] = list(value)
+        plain = value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+        numbers = list(plain) if isinstance(plain, tuple | list) else [plain]
+        if numbers and all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+            found[key] = numbers if isinstance(plain, tuple | list) else plain
     return found
 
 

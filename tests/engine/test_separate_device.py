@@ -81,6 +81,20 @@ def test_a_separate_device_changes_no_bit(
     assert transfers.queues["out"]
 
 
+@pytest.mark.parametrize("end", ["late", "early"])
+@pytest.mark.parametrize("placement", ["all on the gpu", "weights in ram"])
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+def test_an_optimizer_of_torch_changes_no_bit_there(
+    bf16: bool, placement: str, end: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masters stay in RAM and the weights go to the device again after every update."""
+    momentum = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
+    expected = train(ODD_MLP, settings(nvme, bf16=bf16, num_micro_batches=2) | momentum)
+    install(monkeypatch, late=end == "late")
+    there = settings(nvme, bf16=bf16, num_micro_batches=2, **PLACEMENTS[placement]) | momentum
+    require_same(train(ODD_MLP, there), expected)
+
+
 @pytest.mark.parametrize("placement", ["optimizer in ram", "weights in ram", "all on nvme"])
 @pytest.mark.parametrize("name", [ODD_MLP.name, DROPOUT_GPT.name, LORA_GPT.name])
 def test_every_model_computes_the_same_there(name: str, placement: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
