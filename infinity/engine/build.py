@@ -295,8 +295,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer, loss_scaler = request.optimizer, build_loss_scaler(config)
-    outside = {id(use.parameter): shard.outside[use.name] for shard in shards for use in shard.group.uses}
-    put_into_place(request.groups, outside, undo)
+    put_into_place(request.groups, shards, undo)
     torch_rule = open_torch_rule_of(request.groups, shards, store, grad_dtype, ledger, weights.settle, undo)
     updater = Updater(
         shards=shards,

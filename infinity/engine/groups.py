@@ -20,6 +20,7 @@ from infinity.errors import ConfigError
 from infinity.optim.torch_optimizers import is_known, make_torch_optimizer, require_parts, require_usable, values_an_element
 from infinity.optim.torch_rule import MasterPiece, take_over_state
 from infinity.store.unit_size import UnitLayouts
+from infinity.zero.shard import Shard
 
 GivenParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 GivenOptimizer = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -137,8 +138,9 @@ def _performance_note(name: str) -> str:
     return f"optimizer: {name} is torch's and updates fp32 masters in RAM before step() returns{_MADE_HERE}"
 
 
-def put_into_place(groups: Groups, outside: Mapping[int, nn.Parameter], undo: ExitStack) -> None:
-    """Let every group hold what the modules now hold in the place of its parameters, which `outside` gives by identity."""
+def put_into_place(groups: Groups, shards: Sequence[Shard], undo: ExitStack) -> None:
+    """Let every group hold what the modules now hold in the place of its parameters."""
+    outside = {id(use.parameter): shard.outside[use.name] for shard in shards for use in shard.group.uses}
     for group in groups.values:
         own = group["params"]
         undo.callback(group.__setitem__, "params", own)
