@@ -73,7 +73,7 @@ class KeptStates:
                 f"The optimizer has no {key} of {parameter} yet.", remedy="Set states after a step that gave it a gradient."
             )
         if own is not None:
-            own.detach().view(-1).copy_(values)
+            own.detach().copy_(values.view(own.shape))
 
     def everything(self, layout: ShardLayout, spec: ParameterSpec) -> dict[str, object]:
         """Return copies of all states of a parameter, whole. Every rank calls it. Raises CheckpointError as `saved` does."""
@@ -102,6 +102,12 @@ class KeptStates:
         """
         if self._rule is None:
             return {}
+        beside = self._rule.optimizer.state.keys() - {piece.master for piece in self._pieces.values()}
+        if beside:
+            raise CheckpointError(
+                f"The optimizer keeps {len(beside)} states that belong to no parameter, such as {next(iter(beside))!r}.",
+                remedy="What it keeps by parameter, and numbers in its groups, can be saved.",
+            )
         mine: dict[str, Json] = {
             name: {key: _described(key, value, piece) for key, value in self._state(piece).items() if value is not None}
             for name, piece in self._pieces.items()
@@ -159,7 +165,7 @@ class KeptStates:
         self._rule.measure()
 
     def _state(self, piece: MasterPiece) -> Mapping[str, Any]:
-        return self._rule.optimizer.state.get(piece.master, {}) if self._rule is not None else {}
+        return self._rule.state_of(piece) if self._rule is not None else {}
 
     def _elements(self, parameter: str) -> dict[str, torch.Tensor]:
         piece = self._pieces.get(parameter)

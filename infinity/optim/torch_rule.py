@@ -75,9 +75,14 @@ class TorchRule:
                 piece.weights.copy_(piece.master.detach().view(-1))
         self.measure()
 
+    def state_of(self, piece: MasterPiece) -> Mapping[str, Any]:
+        """Return what the optimizer keeps of a piece, by key; empty before its first update."""
+        kept: Mapping[str, Any] = self.optimizer.state.get(piece.master, {})
+        return kept
+
     def measure(self) -> None:
         """Book the bytes that the optimizer's state has."""
-        tensors = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [value for piece in self.pieces for value in self.state_of(piece).values()]
         num_bytes = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
         self._ledger.observe(Tier.CPU, Owner.RULE_STATE.value, num_bytes)
 

@@ -15,7 +15,7 @@ import infinity
 from infinity.config.optimizer import NATIVE_TYPES, PARAMS_OF_TYPE, OptimizerSection
 from infinity.engine import Engine
 from infinity.engine.groups import groups_of
-from infinity.errors import CheckpointMismatch, ConfigError, DoesNotFit, ModelError
+from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError, DoesNotFit, ModelError
 from infinity.optim.lion import Lion
 from infinity.placement import Owner, Placement
 from infinity.store.layout import ParameterSpec
@@ -230,6 +230,24 @@ def test_any_state_comes_back(given: str, nvme: Path, tmp_path: Path) -> None:
     """So do states with shapes of their own, plain numbers, and what a class counts in its groups."""
     options = settings(nvme, bf16=False)
     require_equal(*resumed(ODD_MLP, options, tmp_path / "checkpoints", optimizer=GIVEN[given]))
+
+
+class _Global(torch.optim.SGD):
+    """It keeps something that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["seen"] = {"steps": 1}  # type: ignore[index]
+
+
+def test_a_state_that_no_checkpoint_holds_is_named(nvme: Path, tmp_path: Path) -> None:
+    """A checkpoint without it would go on differently: saving is an error, and training goes on."""
+    model = ODD_MLP.build()
+    with open_engine(model, settings(nvme, bf16=False), optimizer=_Global(model.parameters(), lr=0.1)) as engine:
+        engine.train_batch(ODD_MLP.batches(0, 1))
+        with pytest.raises(CheckpointError, match="1 states that belong to no parameter, such as 'seen'"):
+            engine.save_checkpoint(tmp_path / "checkpoints")
+        engine.train_batch(ODD_MLP.batches(1, 1))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(nvme: Path, tmp_path: Path) -> None:
