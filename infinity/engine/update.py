@@ -130,7 +130,7 @@ class Updater:
             f"{num_skipped} steps in a row had gradients that are not finite, so none of them was applied; in the last "
             f"one backward met the first at {parameter}.",
             remedy="The weights are those of the last step that was applied. Go on from an earlier checkpoint with a lower "
-            "learning rate, look at the data, or set infinity.max_skipped_in_a_row higher.",
+            f"learning rate, look at the data, or set infinity.max_skipped_in_a_row higher{_or_in_bf16(scale)}.",
         )
 
     def _count(self, touched: dict[int, frozenset[str]]) -> dict[int, dict[str, int]]:
@@ -140,3 +140,7 @@ class Updater:
             for name in parameters:
                 counts[name] = counts.get(name, 0) + 1
         return {shard: {name: counts[name] for name in sorted(names)} for shard, names in touched.items()}
+
+
+def _or_in_bf16(loss_scale: float) -> str:
+    return "" if loss_scale == 1 else "; training in bf16 needs no loss scale"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infinity import __version__
 from infinity.data.sampler import EvenWindows, RandomWindows
+from infinity.errors import Diverged
 from infinity.memory.limits import peak_rss_bytes
 from infinity.models.presets import parameter_count
 from infinity.placement.plan import Link
@@ -127,12 +128,17 @@ class Loop:
         )
 
     def run(self) -> None:
-        """Train until the last step or a signal; leave a checkpoint where one is due."""
+        """Train until the last step or a signal; leave a checkpoint where one is due, and where the gradients diverge."""
         options = self._checked.options
         self._request.wait_for_steps(self._reporter.note)
         self._together.meet()
         while self.position.step < options.steps and self._request.agreed is None:
-            self._step()
+            try:
+                self._step()
+            except Diverged:  # the weights are those of the last step that was applied, on every rank
+                if self._totals.steps:
+                    self._save()
+                raise
             if options.checkpoint_every and self.position.step % options.checkpoint_every == 0:
                 self._save()
             if options.eval_every and self.position.step % options.eval_every == 0:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from training_fakes import FakeEngine, Remembering, fake_options, opener
 
 from infinity.config import Config, Layer
-from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError, StorageError
+from infinity.errors import CheckpointError, CheckpointMismatch, ConfigError, Diverged, StorageError
 from infinity.models.presets import parameter_count, preset
 from infinity.telemetry.jsonl import read_jsonl
 from infinity.train.loop import train
@@ -353,4 +353,35 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, data: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert "Stopped." in err
     assert "Traceback" not in err
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+class DivergingEngine(FakeEngine):
+    """Takes so many steps, and finds no finite gradient after them."""
+
+    num_steps = 4
+
+    def train_batch(self, micro_batches: Any) -> Any:
+        if self.steps == self.num_steps:
+            raise Diverged("2 steps in a row had gradients that are not finite, in the last one at layers.2.weight.")
+        return super().train_batch(micro_batches)
+
+
+def test_a_run_that_diverges_leaves_a_checkpoint(tmp_path: Path, data: Path) -> None:
+    """C78: the weights of the last applied step are saved before the error ends the run, and a run can go on from them."""
+    output = tmp_path / "out"
+    with pytest.raises(Diverged, match=r"layers\.2\.weight"):
+        run(output, data, DivergingEngine(skip_steps=[4]))
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000004"]
+    engine = FakeEngine()
+    summary, _ = run(output, data, engine, resume="auto")
+    assert (summary.steps, engine.steps) == (6, 6)
+
+
+def test_a_run_that_diverges_at_once_leaves_none(tmp_path: Path, data: Path) -> None:
+    """Before the first step there is nothing to keep."""
+    engine = DivergingEngine()
+    engine.num_steps = 0
+    with pytest.raises(Diverged):
+        run(tmp_path / "out", data, engine)
     assert not (tmp_path / "out" / "checkpoints").exists()
