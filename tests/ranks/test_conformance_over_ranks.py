@@ -8,6 +8,8 @@ from typing import Any
 
 import conformance_backward as backward
 import conformance_dtypes as dtypes
+import conformance_engines as engines
+import conformance_loop as loop
 import conformance_states as states
 import pytest
 from rank_pool import RankPool
@@ -27,6 +29,11 @@ CHECKS = {
     states.norm_over_a_change_of_scale: 1,
     states.evaluation_in_between: 3,
     states.gathered_writes: 1,
+    engines.two_engines: 3,
+    engines.held_back: 1,
+    engines.splits_of_one_batch: 2,
+    engines.groups_without_parameters: 2,
+    loop.tutorial: 3,
 }
 
 
@@ -50,7 +57,7 @@ def tiers_of(stage: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("check", "stage"), at_stages(CHECKS))
 def test_two_ranks_are_torch(check: Callable[..., None], stage: int, ranks: RankPool, nvme: Path) -> None:
-    """C75, C77, C79, C83, C94, C100 over two ranks: what each check says holds on each of them."""
+    """C67, C75, C77, C79, C83, C94, C100 over two ranks: what each check says holds on each of them."""
     ranks.run(2, check, nvme=str(nvme), stage=stage, **tiers_of(stage))
 
 
