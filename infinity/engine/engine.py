@@ -239,7 +239,7 @@ class Engine:
         return self._loop.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the number of micro-batches and times the loss scale, for `scaled.backward()`.
+        """Return the loss divided by the micro-batches of all ranks and times the loss scale, for `scaled.backward()`.
 
         Plain `loss.backward()` is right without it; but in fp16 what is computed between the module's output and the loss
         then runs backward unscaled. All that one backward goes through must be scaled, or nothing.

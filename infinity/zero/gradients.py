@@ -128,7 +128,7 @@ class GradientSums:
         if state.final:
             raise IllegalTransition(
                 f"Parameter {parameter} got a gradient after {self._shards[shard].layout.name} was final.",
-                remedy="Run backward once for each forward.",
+                remedy="Run backward once for each forward, or all but the last with retain_graph=True.",
             )
         if self._lasting_in is not None:
             if state.lasting is None:

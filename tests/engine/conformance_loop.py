@@ -1,4 +1,4 @@
-"""Conformance check of the whole script: arguments, initialize, its data loader, the loop, a checkpoint, and a second run."""
+"""Conformance check of the whole script: arguments, initialize, its data loader, the loop, a checkpoint, a second run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.engine.loader import RankSampler
 
 
 def tutorial(nvme: str, *, stage: int, optim: str, params: str) -> None:
-    """Two epochs over everybody's samples, plain backward with the optimizer's step in turn with the engine's: torch's masters.
+    """Two epochs over everybody's samples, one with the engine's backward and step, one with torch's: torch's masters.
 
     A second engine loads what the first has saved, and has every bit of it.
     """
@@ -85,7 +85,8 @@ def plain_masters(engine: deepspeed.Engine) -> dict[str, torch.Tensor]:
         for first in range(0, len(of_ranks[0]), own):
             for indices in of_ranks:
                 for begin in range(first, first + own, batch.micro_batch_size):
-                    points, classes = zip(*(data[index] for index in indices[begin : begin + batch.micro_batch_size]), strict=True)
+                    taken = [data[index] for index in indices[begin : begin + batch.micro_batch_size]]
+                    points, classes = zip(*taken, strict=True)
                     loss = nn.CrossEntropyLoss()(model(torch.stack(points)), torch.stack(classes))
                     (loss / (batch.num_micro_batches * engine.world_size)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

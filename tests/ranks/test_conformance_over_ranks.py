@@ -36,6 +36,15 @@ CHECKS = {
     loop.tutorial: 3,
 }
 
+EACH_BY_ITSELF = [
+    backward.one_loss_of_two_forwards,
+    backward.coalesced_backwards,
+    backward.undivided_losses,
+    backward.frozen_base,
+    states.edited_states,
+    states.one_rank_overflows,
+]
+
 
 def at_stages(values: dict[Any, int]) -> list[Any]:
     """Return every value with every stage, marked slow but for the given one."""
@@ -84,6 +93,16 @@ def test_every_element_is_torchs_over_two_ranks(model: str, stage: int, ranks: R
 def test_checkpoints_inside_units_over_two_ranks(use_reentrant: bool, stage: int, ranks: RankPool, nvme: Path) -> None:
     """C95, C96: tensor.backward(gradient=...), checkpoints of both kinds in units with a frozen norm."""
     ranks.run(2, backward.tensor_backward, nvme=str(nvme), use_reentrant=use_reentrant, stage=stage, **tiers_of(stage))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [backward.two_losses_of_one_forward, *(pytest.param(one, marks=pytest.mark.slow) for one in EACH_BY_ITSELF)],
+    ids=name_of,
+)
+def test_micro_batches_that_are_summed_by_themselves(check: Callable[..., None], ranks: RankPool, nvme: Path) -> None:
+    """In horizontal order stage 3 sums every micro-batch over ranks by itself: the same gradients, also of kept graphs."""
+    ranks.run(2, check, nvme=str(nvme), stage=3, schedule="horizontal", **tiers_of(3))
 
 
 @pytest.mark.slow
