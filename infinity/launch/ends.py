@@ -18,6 +18,7 @@ _SHARE = 0.9
 
 # A rank that a signal stopped in its own time ends with 128 + the signal's number, as shells report it.
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read a rank's output has enough: no failure that anybody has to hear of
 _ON_NATIVE_CRASH = "Native code crashed: run `infinity doctor`, and please report it with what the rank said above."
 
 
@@ -68,6 +69,8 @@ def outcome_of(ends: Sequence[End], asked: signal.Signals | None) -> Outcome:
     if not failed:
         return Outcome(next((end.exit_code for end in ends if end.was_stopped), 0))
     cause = min(own or failed, key=lambda end: end.at_seconds)
+    if cause.exit_code == _BROKEN_PIPE:
+        return Outcome(cause.exit_code)
     message, remedy = _death(cause, ends) if cause.exit_code < 0 else _failure(cause)
     words = [message, _memory_words(ends), _late_words(ends)]
     return Outcome(

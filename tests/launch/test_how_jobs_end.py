@@ -157,6 +157,7 @@ def test_a_stop_is_no_failure() -> None:
     """Ranks that a signal stopped end with its code, whoever sent it, and so does the job, without words."""
     stopped = ended(0, 128 + signal.SIGINT)
     assert outcome_of([stopped, stopped], None) == Outcome(128 + signal.SIGINT)
+    assert outcome_of([ended(0, 141), ended(1, CommError.exit_code, error=LOST)], None) == Outcome(141)  # `| head`
     early = ended(1, -signal.SIGINT)  # before it could say how it wants to take the signal
     assert outcome_of([ended(0, CommError.exit_code, error=LOST), early], signal.SIGINT) == Outcome(128 + signal.SIGINT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infinity.errors import CommError
+from infinity.errors import CommError, SwapCorruptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 240
@@ -87,6 +88,17 @@ def losses(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())]
 
 
+def spoil(job: Training, path: Path) -> None:
+    """Overwrite the beginning of a swap file again and again, past the page cache as training does, until the job ends."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, min(1 << 20, os.fstat(descriptor).st_size)) as zeros:
+            while job.process.poll() is None:
+                os.pwrite(descriptor, zeros, 0)
+    finally:
+        os.close(descriptor)
+
+
 def assert_nothing_left(job: Training, processes: list[psutil.Process], shared_memory: set[str]) -> None:
     """No process, no swap file, no shared memory."""
     assert [process for process in processes if process.is_running()] == []
@@ -110,6 +122,33 @@ def test_torchrun_and_our_launcher_train_the_same(tmp_path: Path) -> None:
     assert len(losses(ours.output)) == 4
     assert losses(ours.output) == losses(theirs.output)
     assert list(ours.nvme.glob("*/*")) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_a_step_ends_training_with_its_error(tmp_path: Path) -> None:
+    """Rank 1 finds its swap file spoilt: the exit code and the last words are those of its error, not of rank 0's (C130)."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    with training(tmp_path, "--steps", "100000") as job:
+        job.wait_until(lambda: job.num_steps() >= 2)
+        ranks = job.ranks()
+        spoil(job, job.nvme / "infinity-gpt-1m-rank1" / "swap.bin")
+        code, _, err = job.end()
+        assert code == SwapCorruptionError.exit_code
+        assert err.rpartition("error: ")[2].startswith("Rank 1 failed: ")
+        assert "infinity-gpt-1m-rank1" in err.rpartition("error: ")[2]
+        assert_nothing_left(job, list(ranks.values()), shared_memory)
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """Without the launcher there is no store: the ranks notice, end by themselves, and remove their swap files (C131)."""
+    with training(tmp_path, "--steps", "100000") as job:
+        job.wait_until(lambda: job.num_steps() >= 2)
+        ranks = list(job.ranks().values())
+        job.process.kill()
+        job.end()
+        psutil.wait_procs(ranks, timeout=LIMIT_SECONDS)
+        assert_nothing_left(job, ranks, set(os.listdir("/dev/shm")))
 
 
 @pytest.mark.slow
