@@ -22,15 +22,14 @@ from infinity.train.preflight import check_wanted
 def train_on_ranks(options: TrainOptions, num_ranks: int, *, need_gpus: bool) -> int:
     """Run this process's command line as `num_ranks` ranks and return the exit code of the job.
 
-    The swap files of ranks that died are removed. Raises ConfigError where `need_gpus` and there are fewer GPUs, and before
+    The swap files of ranks that died are removed. Raises ConfigError where ranks would not have a GPU each, and before
     any rank is started what all of them would: ConfigError and DataError.
     """
     check_wanted(options, num_ranks)  # or every rank would say it
     from infinity.launch.gpus import require_gpus  # these load torch
     from infinity.launch.run import run_ranks
 
-    if need_gpus:
-        require_gpus(num_ranks)
+    require_gpus(num_ranks, asked=need_gpus)
     command = [sys.executable, "-m", "infinity", *sys.argv[1:]]
     output = Output(options.output) if options.output else default_output(options.model)
     if options.output is None:  # every rank must know the same one
