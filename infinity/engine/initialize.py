@@ -23,6 +23,7 @@ from infinity.engine.lr_schedule import GivenScheduler, LrSchedule
 from infinity.engine.optimizer import Optimizer
 from infinity.engine.take_over import require_own_weights
 from infinity.errors import ConfigError
+from infinity.memory.device import take_local_gpu
 from infinity.placement import Placement, Plan
 
 
@@ -92,6 +93,8 @@ def initialize(
         raise ConfigError("initialize got mpu or mesh_param: model parallelism is not supported.", remedy="Leave them out.")
     resolved = Config.from_any(given_config(config, config_params, args))
     ranks = launched_ranks()
+    if ranks.world_size > 1:
+        take_local_gpu(ranks.local_rank)
     model = require_own_weights(model)
     engine = build_engine(
         model=model,

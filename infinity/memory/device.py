@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from infinity.byte_sizes import format_bytes
-from infinity.errors import OverBudget
+from infinity.errors import ConfigError, OverBudget
 from infinity.memory.ledger import Ledger
 from infinity.memory.transfer import Transfers, open_transfers
 from infinity.states import Tier
@@ -76,6 +76,22 @@ def host_device() -> ComputeDevice:
     """Return the CPU as the compute device."""
     device = torch.device("cpu")
     return ComputeDevice(device, open_transfers(device), None)
+
+
+def take_local_gpu(local_rank: int) -> None:
+    """Make the GPU of one of this machine's ranks the current one. A rank that is shown a single GPU, or none, has no choice.
+
+    Raises ConfigError where there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        return
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"LOCAL_RANK {local_rank} has no GPU: torch finds {num_gpus} here.",
+            remedy=f"Start {num_gpus} ranks, or hide the GPUs from torch (CUDA_VISIBLE_DEVICES=) and let the CPU compute.",
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def open_compute_device() -> ComputeDevice:
