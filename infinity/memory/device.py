@@ -79,7 +79,7 @@ def host_device() -> ComputeDevice:
 
 
 def take_local_gpu(local_rank: int) -> None:
-    """Make the GPU of one of this machine's ranks the current one. A rank that is shown a single GPU, or none, has no choice.
+    """Make the GPU of one of this machine's ranks the current one; a rank that is shown one GPU or none has no choice.
 
     Raises ConfigError where there are fewer GPUs than ranks.
     """
