@@ -180,6 +180,9 @@ def test_a_configuration_is_given_once(nvme: Path, tmp_path: Path) -> None:
 def test_a_rank_that_cannot_find_the_others_says_what_is_missing(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks were promised, but not where they meet: an error, and not two models that drift apart."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK is missing"):
+        deepspeed.initialize(model=net(), config=config(nvme))
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="MASTER_ADDR is missing"):
         deepspeed.initialize(model=net(), config=config(nvme))
     monkeypatch.setenv("WORLD_SIZE", "many")
