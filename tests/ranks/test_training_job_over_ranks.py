@@ -43,16 +43,21 @@ def metrics(output: Path, name: str = "loss") -> list[Any]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_job_on_two_ranks_trains_as_on_one(ranks: RankPool, tmp_path: Path, text: Path, nvme: Path, stage: int) -> None:
-    """Losses, norms, evaluation and weights agree to rounding; rank 0 writes; bytes between ranks are the plan's."""
+    """Losses, norms, evaluation and weights agree to rounding; rank 0 writes; bytes between ranks are the plan's.
+
+    C84: the lr of a step is the same on any number of ranks. C94: two ranks evaluate in between and train on as before.
+    """
     options: dict[str, Any] = {"text": text, "steps": STEPS, "hold_out": 0.2, "eval_batches": 3, "save_weights": True}
     offload = {"zero_optimization.offload_optimizer.device": "nvme"}
     [(alone, _)] = ranks.run(1, train_job, output=tmp_path / "alone", keys=keys(nvme, stage, **offload), **options)
-    together = ranks.run(2, train_job, output=tmp_path / "together", keys=keys(nvme, stage, **offload), **options)
+    together = ranks.run(2, train_job, output=tmp_path / "together", keys=keys(nvme, stage, **offload), eval_every=2, **options)
+    assert metrics(tmp_path / "together", "lr") == metrics(tmp_path / "alone", "lr")
     for name in ("loss", "grad_norm"):
         assert metrics(tmp_path / "together", name) == pytest.approx(metrics(tmp_path / "alone", name), rel=1e-4)
     [loss] = [evaluation["loss"] for evaluation in alone["evaluations"]]
     for summary, heard in together:
-        assert [evaluation["loss"] for evaluation in summary["evaluations"]] == pytest.approx([loss], rel=1e-4)
+        assert [evaluation["step"] for evaluation in summary["evaluations"]] == [2, 4]
+        assert summary["evaluations"][-1]["loss"] == pytest.approx(loss, rel=1e-4)
         assert heard.num_steps == STEPS
     assert len(together[0][1].rows) > len(together[1][1].rows)
     expected = load_file(tmp_path / "alone" / "weights" / "model.safetensors")
