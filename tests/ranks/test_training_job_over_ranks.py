@@ -49,8 +49,9 @@ def test_a_job_on_two_ranks_trains_as_on_one(ranks: RankPool, tmp_path: Path, te
     """
     options: dict[str, Any] = {"text": text, "steps": STEPS, "hold_out": 0.2, "eval_batches": 3, "save_weights": True}
     offload = {"zero_optimization.offload_optimizer.device": "nvme"}
-    [(alone, _)] = ranks.run(1, train_job, output=tmp_path / "alone", keys=keys(nvme, stage, **offload), **options)
-    together = ranks.run(2, train_job, output=tmp_path / "together", keys=keys(nvme, stage, **offload), eval_every=2, **options)
+    options |= {"keys": keys(nvme, stage, **offload)}
+    [(alone, _)] = ranks.run(1, train_job, output=tmp_path / "alone", **options)
+    together = ranks.run(2, train_job, output=tmp_path / "together", eval_every=2, **options)
     assert metrics(tmp_path / "together", "lr") == metrics(tmp_path / "alone", "lr")
     for name in ("loss", "grad_norm"):
         assert metrics(tmp_path / "together", name) == pytest.approx(metrics(tmp_path / "alone", name), rel=1e-4)
@@ -69,7 +70,8 @@ def test_a_job_on_two_ranks_trains_as_on_one(ranks: RankPool, tmp_path: Path, te
     assert [one["rank"] for one in written["ranks"]] == [0, 1]
     assert all(one["nvme_write_bytes"] > 0 and one["pss_peak_bytes"] > 0 for one in written["ranks"])
     moved = [sum(of) for of in zip(*(metrics(tmp_path / "together", name) for name in MOVED), strict=True)]
-    assert set(moved[1:]) == {written["predicted_bytes_between_ranks"]}
+    # Step 3 comes after an evaluation, which makes the pending update of step 2 at once: it is counted with step 3.
+    assert {moved[1], moved[3]} == {written["predicted_bytes_between_ranks"]}
     assert list_runs(nvme) == ()
 
 
