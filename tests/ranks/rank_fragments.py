@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from kit import Kit, compute_dtype, kit_of, open_engine
 from rank_checkpoints import Seen, rank_and_size, seen, take
+from separate_device import install
 from torch import nn
 
 import infinity
@@ -149,6 +151,13 @@ def _write_into_memory(engine: Engine) -> None:
         assert found is not None
         assert torch.allclose(found, master / 2, rtol=1e-2, atol=1e-6), name
         assert torch.equal(found, found.to(parameter.dtype).float()), name
+
+
+def on_separate_device(work: Callable[..., Seen], kit: str, config: Mapping[str, Any]) -> Seen:
+    """Do the work on a compute device with memory of its own, played by the CPU; its copies end as late as may be."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch, late=True)
+        return work(kit, config)
 
 
 def write_against_the_rules(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import settings
+from rank_checkpoints import Seen
 from rank_fragments import (
     build_under_init,
     gather_and_write,
+    on_separate_device,
     set_without_a_gradient,
     touch_every_state,
     write_against_the_rules,
@@ -66,6 +68,17 @@ def test_what_the_modifier_rank_writes_is_everybodys(
         first = first or runs
         assert runs == first, place
         assert runs[0].weights == runs[1].weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [(0, "cpu", "none"), (1, "nvme", "none"), (3, "cpu", "none"), (3, "nvme", "cpu")])
+@pytest.mark.parametrize("work", [touch_every_state, gather_and_write])
+def test_states_beside_a_device_with_memory_of_its_own(
+    work: Callable[..., Seen], place: tuple[int, str, str], ranks: RankPool, nvme: Path
+) -> None:
+    """Weights on the device, masters in host memory or on NVMe: states and steps are those of ranks with one memory."""
+    found = ranks.run(2, on_separate_device, work=work, kit="tiny-gpt", config=on(nvme, place))
+    assert found == ranks.run(2, work, kit="tiny-gpt", config=on(nvme, (3, "cpu", "cpu")))
 
 
 def test_writes_that_nobody_may_make_are_refused_on_every_rank(ranks: RankPool, nvme: Path) -> None:
