@@ -144,7 +144,9 @@ def _write_into_memory(engine: Engine) -> None:
             with torch.no_grad():
                 parameter.mul_(0.5)
         else:
-            utils.safe_set_full_fp32_param(parameter, (master.to(parameter.dtype) * 0.5).float())
+            with infinity.zero.GatheredParameters(parameter):
+                weight = parameter.detach().clone()  # ties of the master are not rounded to even in it
+            utils.safe_set_full_fp32_param(parameter, (weight * 0.5).float())
         masters[name] = (master, parameter)
     for name, (master, parameter) in masters.items():
         found = utils.safe_get_full_fp32_param(parameter)
