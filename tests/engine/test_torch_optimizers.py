@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit import BRANCHY, BULK, ODD_MLP, TINY_GPT, Kit, open_engine, settings
+from kit import (
+    BRANCHY,
+    BULK,
+    ODD_MLP,
+    TINY_GPT,
+    Kit,
+    open_engine,
+    require_same,
+    settings,
+    train,
+    train_familiarly,
+)
 from torch import nn
 
 import infinity
@@ -108,6 +119,16 @@ def test_low_precision_trains_an_fp32_master(precision: str, nvme: Path) -> None
         assert differing(engine, masters) == []
         for (name, weight), ours in zip(model.named_parameters(), engine.module.parameters(), strict=True):
             assert torch.equal(ours, weight), name
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+def test_the_familiar_loop_has_the_same_bits(bf16: bool, nvme: Path) -> None:
+    """Horizontal order, whose sums wait where the gradient then is, gives what train_batch gives in vertical order."""
+    options = {**config(nvme, "RMSprop", PARAMS["RMSprop"], num_micro_batches=3), "bf16": {"enabled": bf16}}
+    horizontal = {**options, "infinity": {**options["infinity"], "schedule": "horizontal"}}
+    expected = train(ODD_MLP, options)
+    require_same(train_familiarly(ODD_MLP, horizontal), expected)
+    require_same(train(ODD_MLP, horizontal), expected)
 
 
 class _Mine(torch.optim.Optimizer):

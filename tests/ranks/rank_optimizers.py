@@ -44,24 +44,24 @@ def train_on(kit: str, config: Mapping[str, Any], until: int, save: str | None =
         return trained(engine, losses)
 
 
-def read_and_write(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+def read_and_write(config: Mapping[str, Any], key: str) -> tuple[bool, bool, bool]:
     """Return whether a full state is what local ones say, whether it can be replaced, and whether it goes there and back."""
     kit = kit_of("odd-mlp")
     with open_engine(kit.build(), config) as engine:
         take(engine, kit, config, range(1))
         parameter = engine.module.get_parameter("second.weight")
-        full = utils.safe_get_full_optimizer_state(parameter, "momentum_buffer")
-        local = utils.safe_get_local_optimizer_state(parameter, "momentum_buffer")
+        full = utils.safe_get_full_optimizer_state(parameter, key)
+        local = utils.safe_get_local_optimizer_state(parameter, key)
         assert full is not None
         assert local is not None
         agree = local.numel() == full.numel() or set(local.tolist()) <= set(full.flatten().tolist())
         doubled = full * 2
-        utils.safe_set_full_optimizer_state(parameter, doubled, "momentum_buffer")
-        found = utils.safe_get_full_optimizer_state(parameter, "momentum_buffer")
+        utils.safe_set_full_optimizer_state(parameter, doubled, key)
+        found = utils.safe_get_full_optimizer_state(parameter, key)
         state = engine.optimizer.state_dict()
         take(engine, kit, config, range(1, 2))
         engine.optimizer.load_state_dict(state)
-        again = utils.safe_get_full_optimizer_state(parameter, "momentum_buffer")
+        again = utils.safe_get_full_optimizer_state(parameter, key)
         assert found is not None
         assert again is not None
         return agree, torch.equal(found, doubled), torch.equal(again, doubled)

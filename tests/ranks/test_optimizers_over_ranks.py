@@ -11,6 +11,7 @@ from rank_optimizers import open_with, read_and_write, train_on
 from rank_pool import RankPool
 
 TYPES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3},
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
     "NAdam": {"lr": 2e-3},
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
@@ -48,6 +49,19 @@ def test_every_stage_has_the_same_bits(kit: str, name: str, bf16: bool, ranks: R
         assert sum(one.state_bytes for one in both) == pytest.approx(2 * share * expected.state_bytes, rel=0.05)
 
 
+@pytest.mark.slow
+def test_gradients_of_each_micro_batch_make_the_same_updates(ranks: RankPool, nvme: Path) -> None:
+    """In horizontal order, where stages 2 and 3 reduce each micro-batch into the part that the rule then takes."""
+    found = [
+        ranks.run(2, train_on, kit="odd-mlp", config=config(nvme, "SGD", stage, schedule="horizontal"), until=3)
+        for stage in (2, 3)
+    ]
+    assert [(one.losses, one.weights, one.state) for one in found[0]] == [
+        (one.losses, one.weights, one.state) for one in found[1]
+    ]
+    assert found[0][0].weights == found[0][1].weights
+
+
 @pytest.mark.parametrize("bf16", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bf16", "fp32"])
 def test_a_checkpoint_goes_to_other_stages_and_ranks(bf16: bool, ranks: RankPool, nvme: Path, tmp_path: Path) -> None:
     """Saved by two ranks in stage 3, state and counts resume in stage 1 bit for bit, and load on one and on three ranks."""
@@ -67,9 +81,10 @@ def test_a_checkpoint_goes_to_other_stages_and_ranks(bf16: bool, ranks: RankPool
             assert (found.weights, found.state) == (first[0].weights, first[0].state)
 
 
-def test_states_are_whole_on_every_rank(ranks: RankPool, nvme: Path) -> None:
-    """A state by name is whole, its local part is this rank's, and both can be replaced, one by one and by state_dict."""
-    assert ranks.run(2, read_and_write, config=config(nvme, "SGD", 2)) == [(True, True, True)] * 2
+@pytest.mark.parametrize(("name", "key"), [("SGD", "momentum_buffer"), ("AdamW", "exp_avg")])
+def test_states_are_whole_on_every_rank(name: str, key: str, ranks: RankPool, nvme: Path) -> None:
+    """C63: a state by name is whole, its local part is this rank's, and it can be replaced by itself and by state_dict."""
+    assert ranks.run(2, read_and_write, config=config(nvme, name, 2), key=key) == [(True, True, True)] * 2
 
 
 def test_what_needs_whole_parameters_keeps_to_stage_0(ranks: RankPool, nvme: Path) -> None:
