@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from infinity.aio.select import Probe
@@ -20,7 +19,7 @@ from infinity.comm.group import Group, minimum
 from infinity.comm.launched import Ranks
 from infinity.config import Config
 from infinity.config.resolve import DEFAULT_SOURCE
-from infinity.engine.activations import ActivationMeter, open_activation_meter
+from infinity.engine.activations import open_activation_meter
 from infinity.engine.cut import DTYPE_NAMES, CutModel, cut
 from infinity.engine.determinism import compute_deterministically
 from infinity.engine.directories import Directories, open_directories
@@ -56,6 +55,7 @@ from infinity.engine.reserve import (
 )
 from infinity.engine.results import IoFacts
 from infinity.engine.take_over import free_values, move_buffers, refuse_loading, take_over
+from infinity.engine.unit_calls import build_walk
 from infinity.engine.update import Updater
 from infinity.engine.update_rule import AdamRule, open_torch_rule_of
 from infinity.engine.user_writes import UserWrites
@@ -75,15 +75,11 @@ from infinity.store.extents import Shards
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store, open_store
 from infinity.telemetry.recorder import Recorder
-from infinity.zero.binding import root_bindings, unit_bindings
 from infinity.zero.gather import Copy, GatherParts
-from infinity.zero.gradients import GradientSums
 from infinity.zero.order import UnitOrder
 from infinity.zero.randomness import Randomness
-from infinity.zero.shard import Residency, Shard
-from infinity.zero.unit_call import UnitRuntime
+from infinity.zero.shard import Residency
 from infinity.zero.vertical import VerticalSchedule
-from infinity.zero.walk import Walk
 from infinity.zero.weights import Slot, Weights
 
 # What the recorder keeps: a few steps of a large model, about 6 MB.
@@ -292,7 +288,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     activations = open_activation_meter(
         ledger, compute, host_base_bytes=request.base_bytes, planned_bytes=plan.memory_bytes(Tier.CPU)
     )
-    walk = _build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
+    walk = build_walk(model, pieces, shards, weights, sums, randomness, device, config, activations)
     order = UnitOrder(len(pieces.units))
     optimizer, loss_scaler = request.optimizer, build_loss_scaler(config)
     put_into_place(request.groups, shards, undo)
@@ -409,37 +405,6 @@ def _fill(store: Store, pieces: CutModel, values: InitialValues, slots: Sequence
         written.append(fill_shard(store, group, layout, values, slots[number % len(slots)].host).wait)
     for wait in written:
         wait()
-
-
-def _build_walk(
-    module: nn.Module,
-    pieces: CutModel,
-    shards: Sequence[Shard],
-    weights: Weights,
-    sums: GradientSums,
-    randomness: Randomness,
-    device: torch.device,
-    config: Config,
-    activations: ActivationMeter,
-) -> Walk:
-    device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    runtimes = [
-        UnitRuntime(
-            unit,
-            unit.module.forward,
-            unit_bindings(unit, shards),
-            weights,
-            sums,
-            randomness,
-            device_types,
-            config.infinity.check,
-            activations.sample,
-        )
-        for unit in pieces.units
-    ]
-    absent = {shard.index for shard in shards if shard.residency is Residency.ABSENT}
-    rerun = [config.infinity.recompute or bool(absent.intersection(unit.groups)) for unit in pieces.units]
-    return Walk(module, runtimes, rerun, root_bindings(pieces.units, shards), weights, sums, randomness)
 
 
 def _schedule_notes(config: Config, given: GivenScheduler | None) -> tuple[str, ...]:
