@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from infinity.byte_sizes import GIB, MIB, PAGE_BYTES, round_up
-from infinity.placement import Placement, PlanRequest, Schedule, UnitSize
+from infinity.placement import GradientReduction, Placement, PlanRequest, Schedule, UnitSize
+from infinity.placement.contradictions import weights_off_the_compute_tier
+from infinity.placement.stages import PARTITIONED
 
 STATE_ELEMENT_BYTES = 10  # bf16: low half of the master, two moments
 TILE_ELEMENTS = 8 * MIB // STATE_ELEMENT_BYTES // 4096 * 4096
@@ -126,10 +129,11 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def requests(draw: st.DrawFn) -> PlanRequest:
-    """A request with a budget of 4 MiB; tests replace it."""
-    return PlanRequest(
-        units=draw(unit_lists()),
-        placement=draw(placements()),
+    """A request of one rank, among up to three, with a budget of 4 MiB; tests replace it."""
+    num_ranks, stage = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from(list(PARTITIONED)))
+    request = PlanRequest(
+        units=split_units(draw(unit_lists()), stage, num_ranks),
+        placement=replace(draw(placements()), stage=stage),
         cpu_memory_bytes=4 * MIB,
         gpu_memory_bytes=draw(st.sampled_from([None, None, None, 2 * MIB, 16 * MIB])),
         num_micro_batches=draw(st.sampled_from([1, 4])),
@@ -141,4 +145,9 @@ def requests(draw: st.DrawFn) -> PlanRequest:
         schedule=draw(st.sampled_from(list(Schedule))),
         recompute=draw(st.booleans()),
         root_bytes=draw(st.sampled_from([0, 70_000])),
+        num_ranks=num_ranks,
+        gradient_reduction=draw(st.sampled_from([None, *GradientReduction])),
+        scratch_bytes=50_000 * (num_ranks - 1),
     )
+    assume(weights_off_the_compute_tier(request) is None)
+    return request

@@ -65,7 +65,12 @@ def test_every_byte_is_somewhere_once(request: PlanRequest, spare: int) -> None:
     disk = {line.what: line.num_bytes for line in plan.disk}
     assert plan.owner_bytes(Owner.OPTIMIZER) + disk.get("optimizer state", 0) == sum(u.state_bytes for u in request.units)
     in_ram = sum(line.num_bytes for line in plan.memory if line.owner is Owner.WEIGHTS and line.tier is Tier.CPU)
-    assert in_ram + disk.get("weights", 0) == sum(u.weight_bytes for u in request.units)
+    whole = sum(
+        size.gathered_weight_bytes
+        for size, unit in zip(request.units, plan.units, strict=True)
+        if size.is_split and not size.gathers_weights and plan.compute_tier is unit.params is Tier.CPU
+    )
+    assert in_ram - whole + disk.get("weights", 0) == sum(u.weight_bytes for u in request.units)
     resident = sum(resident_state_bytes(plan, index, unit) for index, unit in enumerate(request.units))
     assert resident == plan.owner_bytes(Owner.OPTIMIZER)
     for unit_plan in plan.units:
@@ -83,10 +88,13 @@ def resident_state_bytes(plan: Plan, index: int, unit: UnitSize) -> int:
 def test_slots_are_there_exactly_where_something_streams(request: PlanRequest, spare: int) -> None:
     """Tile slots go with tiles on NVMe, weight slots with absent weights, gradient slots with spilled gradients."""
     plan = fitting_plan(request, spare)
-    num_absent = sum(unit.params is not plan.compute_tier for unit in plan.units)
+    num_absent = sum(
+        size.gathers_weights or unit.params is not plan.compute_tier
+        for size, unit in zip(request.units, plan.units, strict=True)
+    )
     assert plan.num_weight_slots == min(num_absent, request.num_weight_slots)
     assert (plan.num_tile_slots > 0) == any(unit.num_nvme_tiles for unit in plan.units)
-    assert plan.num_gradient_slots == any(unit.grads is Tier.NVME for unit in plan.units)
+    assert (plan.num_gradient_slots > 0) == any(unit.grads is Tier.NVME for unit in plan.units)
     assert plan.owner_bytes(Owner.TILE_SLOTS) == plan.num_tile_slots * plan.tile_slot_bytes
     host = plan.num_host_weight_slots * plan.host_weight_slot_bytes
     assert plan.owner_bytes(Owner.WEIGHT_SLOTS) == plan.num_weight_slots * plan.weight_slot_bytes + host
