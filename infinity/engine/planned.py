@@ -58,10 +58,9 @@ def plan_for(
 ) -> Plan:
     """Return this rank's plan for a model that is cut for the placement's stage. Raises DoesNotFit and ConfigError.
 
-    `agree` makes a number of bytes that was measured on this rank one that all ranks have, so that they plan alike.
-
     RAM is the machine's and shared by its ranks. Without a budget of the configuration, `recorded_cpu_bytes` counts: that of
-    this rank in the run whose swap files are taken over.
+    this rank in the run whose swap files are taken over. `agree` makes a number of bytes that was measured on this rank one
+    that all ranks have, so that they plan alike.
     """
     if pieces.torch_values is not None:
         _require_in_memory(placement, pieces)

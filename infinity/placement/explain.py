@@ -10,7 +10,7 @@ from infinity.errors import DoesNotFit
 from infinity.placement.estimate import disk_lines, memory_lines
 from infinity.placement.placement import Placement
 from infinity.placement.plan import MemoryLine
-from infinity.placement.request import PlanRequest, Schedule
+from infinity.placement.request import GradientReduction, PlanRequest, Schedule
 from infinity.placement.search import Candidate, candidates, decided, fits_gpu, smallest_gpu_bytes
 from infinity.placement.stages import is_partitioned
 from infinity.states import StateKind, Tier
@@ -125,6 +125,9 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield "an NVMe directory", replace(request, has_nvme=True, nvme_free_bytes=None)
     elif request.nvme_free_bytes is not None:
         yield "more free space on NVMe", replace(request, nvme_free_bytes=None)
+    if request.keeps_sums and request.num_ranks > 1 and request.reduction is GradientReduction.BOUNDARY:
+        in_parts = replace(request, gradient_reduction=GradientReduction.MICRO_BATCH)
+        yield "infinity.gradient_reduction micro_batch", in_parts
     if request.keeps_sums:
         yield "--schedule vertical", replace(request, schedule=Schedule.VERTICAL)
     if not request.recompute:

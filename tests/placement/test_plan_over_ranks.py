@@ -279,6 +279,15 @@ def test_the_best_stage_is_the_lowest_that_offloads_least() -> None:
         best(MIB)
 
 
+def test_reducing_each_micro_batch_is_a_way_out_of_too_little_memory() -> None:
+    """Where whole sums that wait are what does not fit, the error names the key under which parts of them do."""
+    asked = {"schedule": Schedule.HORIZONTAL, "has_nvme": False}
+    least = make_plan(request(1, 4, gradient_reduction=GradientReduction.MICRO_BATCH, **asked)).memory_bytes(Tier.CPU)
+    with pytest.raises(DoesNotFit) as raised:
+        make_plan(request(1, 4, cpu_memory_bytes=least, **asked))
+    assert "infinity.gradient_reduction micro_batch would do" in raised.value.remedy
+
+
 def test_one_rank_is_told_that_its_stage_changes_nothing() -> None:
     """Every stage has the plan of stage 0, and the row says so."""
     plans = [make_plan(request(stage, 1)) for stage in PARTITIONED]
