@@ -25,6 +25,7 @@ from infinity.states import Tier
 from infinity.store.layout import ParameterSpec, ShardLayout, shard_layout, whole_layout
 from infinity.store.shares import ShardShares
 from infinity.store.store import Store, open_store
+from infinity.store.unit_size import UnitLayouts
 from infinity.telemetry.recorder import Recorder
 from infinity.zero.shard import TORCH_DTYPES, Residency, Shard
 from infinity.zero.units import ParameterGroup
@@ -99,7 +100,7 @@ class Rank:
 
     def shard(self, layout: ShardLayout) -> Shard:
         group = ParameterGroup(layout.index, layout.name, (), ())
-        return Shard(group=group, layout=layout, residency=Residency.ABSENT, outside={})
+        return Shard(group, UnitLayouts(layout, layout, layout, gathers_weights=True), Residency.ABSENT, {})
 
     def fill(self, state: State) -> None:
         """Put this rank's part of a state into its store."""
