@@ -93,7 +93,7 @@ def test_what_every_rank_would_say_is_said_before_any_is_started(
 ) -> None:
     """--num-ranks: the batch arithmetic of all ranks, and the data, are errors of the launcher, said once."""
     started: list[object] = []
-    monkeypatch.setattr("infinity.cli.ranks.run_ranks", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("infinity.launch.run.run_ranks", lambda *arguments: started.append(arguments))
     batch = ("--set", "train_batch_size=6", "--micro-batch-size", "1", "--output", str(tmp_path / "out"))
     answer = CliRunner().invoke(app, ["train", "--num-ranks", "3", *batch, *more])
     assert answer.exit_code == exit_code
