@@ -29,6 +29,7 @@ STEADY = ("--lr-schedule", "constant", "--warmup-steps", "0")  # so that a longe
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity")
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 V1 = Path("/sys/fs/cgroup/memory")
+pytestmark = pytest.mark.timeout(3 * LIMIT_SECONDS)  # one test trains up to three times
 
 
 class Training:
