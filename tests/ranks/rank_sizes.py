@@ -18,7 +18,7 @@ from torch import nn
 from infinity.placement.plan import Link
 
 WARM_UP_STEPS, NUM_STEPS = 2, 2
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
