@@ -53,7 +53,7 @@ def test_tensors_smaller_than_the_world(num_ranks: int, ranks: RankPool, nvme: P
     require_torch(first or [], expected)
 
 
-@pytest.mark.parametrize("place", (PLACES[0], *PLACES[-3:]), ids=lambda place: "-".join(map(str, place)))
+@pytest.mark.parametrize("place", [PLACES[0], *PLACES[-3:]], ids=lambda place: "-".join(map(str, place)))
 def test_split_of_a_batch_changes_nothing(place: tuple[int, Tier, Tier], ranks: RankPool, nvme: Path) -> None:
     """C67, C73: accumulation 1, 2, 4 and 8 of one global batch on two ranks: norm and new weights are torch's to 1e-6."""
     expected = torch_run("tiny-gpt", num_steps=1, num_rows=16)
