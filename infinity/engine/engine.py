@@ -38,6 +38,8 @@ class Engine:
 
     One thread. After a ModelError, Diverged or an exception in the user's own code the step is discarded and the engine goes
     on; after an error of storage or memory, and any other while the update begins, it is FAILED and only `close` is legal.
+    Over several ranks the others are in the same step: what discards it on one rank makes the engine FAILED there, and a
+    CommError that quotes it is raised on the others. After what is raised on all of them alike, such as Diverged, they go on.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -160,8 +162,8 @@ class Engine:
         return self._parts.lr_schedule.get_last_lr()
 
     def get_mom(self) -> list[Any]:
-        """Return the betas of the next step, by parameter group."""
-        return [group["betas"] for group in self._parts.optimizer.param_groups]
+        """Return the betas of the next step, by parameter group: the momentum for SGD and RMSprop, None for Adagrad."""
+        return [group.get("betas", group.get("momentum")) for group in self._parts.optimizer.param_groups]
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the samples of a step, those of a micro-batch of one rank, and the micro-batches of a rank's step."""
@@ -234,7 +236,7 @@ class Engine:
 
         Returns the divided loss, unscaled. With `retain_graph` another backward may go through the same forward pass, which
         is one micro-batch all the same. Without `scale_wrt_gas` nothing is divided: gradients of micro-batches are summed.
-        An exception discards the step: part of the gradient was summed already.
+        An exception discards the step: part of the gradient was summed already. Over several ranks it ends the group.
         """
         return self._loop.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 

@@ -16,6 +16,7 @@ from infinity.checkpoint.reader import Checkpoint
 from infinity.checkpoint.sources import HostData, UnitSource
 from infinity.checkpoint.specs import TensorSpec, tensor_name
 from infinity.comm.group import Json
+from infinity.comm.verdict import together
 from infinity.engine.exchange import Exchange
 from infinity.engine.planes import num_parts, part_of, runs_of
 from infinity.errors import CheckpointError, CheckpointMismatch, ModelError
@@ -98,23 +99,15 @@ class KeptStates:
     def saved(self, parameters: Collection[str] | None = None) -> SavedStates:
         """Return what a checkpoint is to hold, of these parameters or all; some ranks alone may know. Every rank calls it.
 
-        Raises CheckpointError for a state that no file can hold.
+        Raises CheckpointError, on every rank, for a state of any rank that no file can hold.
         """
         if self._rule is None:
             return {}
-        beside = self._rule.optimizer.state.keys() - {piece.master for piece in self._pieces.values()}
-        if beside:
-            raise CheckpointError(
-                f"The optimizer keeps {len(beside)} states that belong to no parameter, such as {next(iter(beside))!r}.",
-                remedy="What it keeps by parameter, and numbers in its groups, can be saved.",
-            )
-        mine: dict[str, Json] = {
-            name: {key: _described(key, value, piece) for key, value in self._state(piece).items() if value is not None}
-            for name, piece in self._pieces.items()
-            if parameters is None or name in parameters
-        }
+        what = "states of the optimizer"
+        with together(self._exchange.group, what=what):  # which parts a rank has decides what it cannot save
+            mine = self._described(self._rule, parameters)
         found: dict[str, dict[str, TensorSpec]] = {}
-        said: Any = self._exchange.group.gather(mine, what="states of the optimizer")
+        said: Any = self._exchange.group.gather(mine, what=what)
         for theirs in said:
             for name, described in theirs.items():
                 specs = found.setdefault(name, {})
@@ -163,6 +156,20 @@ class KeptStates:
                     state[key] = value.item() if kind.endswith(_NUMBER) else value
             self._rule.optimizer.state[piece.master] = state
         self._rule.measure()
+
+    def _described(self, rule: TorchRule, parameters: Collection[str] | None) -> dict[str, Json]:
+        """Return this rank's states by parameter and key, as a checkpoint has them."""
+        beside = rule.optimizer.state.keys() - {piece.master for piece in self._pieces.values()}
+        if beside:
+            raise CheckpointError(
+                f"The optimizer keeps {len(beside)} states that belong to no parameter, such as {next(iter(beside))!r}.",
+                remedy="What it keeps by parameter, and numbers in its groups, can be saved.",
+            )
+        return {
+            name: {key: _described(key, value, piece) for key, value in self._state(piece).items() if value is not None}
+            for name, piece in self._pieces.items()
+            if parameters is None or name in parameters
+        }
 
     def _state(self, piece: MasterPiece) -> Mapping[str, Any]:
         return self._rule.state_of(piece) if self._rule is not None else {}

@@ -68,7 +68,7 @@ class RankProcess:
     def send(self, number: signal.Signals) -> None:
         """Pass a signal on to the rank alone, not to what it started."""
         if self.end is None and not self._has_ended():
-            self._process.send_signal(number)
+            os.kill(self._process.pid, number)  # Popen.send_signal would take notice of an end that `look` is to find
 
     def kill(self) -> None:
         """Kill the rank and everything that it started."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from infinity.errors import IllegalTransition
+from infinity.errors import IllegalTransition, InfinityError
 from infinity.handles import AllOf, Handle, Ready
 from infinity.memory.arena import Buffer
 from infinity.memory.pool import BufferPool, Lease
@@ -327,11 +327,11 @@ def _give_back(update: _TileUpdate) -> None:
     if update.gradient_slot is not None:
         update.gradient_slot.release()
     if update.fetch is not None:
-        with contextlib.suppress(Exception):  # a failed read has given its slot back
+        with contextlib.suppress(InfinityError):  # a failed read has given its slot back
             update.fetch.wait().release()
 
 
 def _settle(handles: Sequence[Handle[object]]) -> None:
     """Wait for all of them; the error that matters is known already."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(InfinityError):
         AllOf(handles).wait()

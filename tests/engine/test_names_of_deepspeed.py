@@ -94,6 +94,17 @@ def test_refusals_need_no_torch() -> None:
     assert done.stdout.endswith("False\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [("SGD", {"momentum": 0.9}, [0.9]), ("RMSprop", {}, [0]), ("Adagrad", {}, [None]), ("Lion", {}, [(0.9, 0.99)])],
+)
+def test_the_momentum_of_other_optimizers(nvme: Path, name: str, params: dict[str, Any], expected: list[Any]) -> None:
+    """get_mom gives what an optimizer has in the place of betas."""
+    config = {**settings(nvme, bf16=False), "optimizer": {"type": name, "params": {"lr": 0.01, **params}}}
+    with open_engine(TINY_GPT.build(), config) as engine:
+        assert engine.get_mom() == expected
+
+
 def test_what_users_ask_of_an_engine(nvme: Path) -> None:
     """Batch arithmetic, counters, betas and weights under their known names."""
     config = settings(nvme, bf16=False, num_micro_batches=3)

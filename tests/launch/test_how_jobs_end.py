@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from infinity.launch.ends import End, Outcome, outcome_of
 from infinity.launch.environment import Meeting, rank_environment, ranks_wanted
 from infinity.launch.error_file import RecordedError, read_error, record_error
 from infinity.launch.job import GRACE_SECONDS, Job, JobState
+from infinity.launch.rank_process import start_rank
 from infinity.memory.oom import OomSign, OomVerdict
 from infinity.memory.processes import ProcessMemory
 
@@ -242,3 +246,16 @@ def test_an_error_file_is_what_torch_reads(tmp_path: Path) -> None:
     assert read_error(path) is None
     record_error("Nobody asks.", "", environment={})
     record_error("No such place.", "", environment={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "such")})
+
+
+def test_a_signal_to_a_rank_that_ends_just_then_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank ended after it was looked at: the signal goes nowhere, and the next look finds its exit code."""
+    rank = start_rank([sys.executable, "-c", "raise SystemExit(7)"], 0, os.environ, tmp_path / "error.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(rank, "_has_ended", lambda: False)
+        for _ in range(200):
+            rank.send(signal.SIGCONT)
+            time.sleep(0.005)
+    found = rank.look(0.0)
+    assert found is not None
+    assert found.exit_code == 7

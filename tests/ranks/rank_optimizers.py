@@ -12,7 +12,7 @@ from rank_checkpoints import digest, rank_and_size, take
 
 from infinity import utils
 from infinity.engine import Engine
-from infinity.errors import InfinityError
+from infinity.errors import CheckpointError, InfinityError
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,35 @@ def open_with(given: str, config: Mapping[str, Any]) -> str:
             return " ".join(engine.notes)
     except InfinityError as error:
         return str(error)
+
+
+class Talkative(torch.optim.SGD):
+    """Keeps on rank 1 what no checkpoint holds, until it is told to stop."""
+
+    talks = True
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].pop("words", None)
+                if self.talks and rank_and_size()[0] == 1:
+                    self.state[parameter]["words"] = "none"
+        return loss
+
+
+def save_what_one_rank_cannot(config: Mapping[str, Any], directory: str) -> tuple[str, bool]:
+    """Return how saving failed while rank 1 could not, and whether it goes on and saves afterwards."""
+    kit = kit_of("odd-mlp")
+    model = kit.build()
+    optimizer = Talkative(model.parameters(), lr=0.05, momentum=0.9)
+    with open_engine(model, config, optimizer=optimizer) as engine:
+        take(engine, kit, config, range(1))
+        said = ""
+        try:
+            engine.save_checkpoint(directory)
+        except CheckpointError as error:
+            said = str(error)
+        Talkative.talks = False
+        take(engine, kit, config, range(1, 2))
+        return said, engine.save_checkpoint(directory).exists()

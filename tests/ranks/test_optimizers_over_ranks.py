@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kit import settings
-from rank_optimizers import open_with, read_and_write, train_on
+from rank_optimizers import open_with, read_and_write, save_what_one_rank_cannot, train_on
 from rank_pool import RankPool
 
 TYPES: dict[str, dict[str, Any]] = {
@@ -93,3 +93,14 @@ def test_what_needs_whole_parameters_keeps_to_stage_0(ranks: RankPool, nvme: Pat
         assert "Adafactor, which needs whole parameters" in said
     for said in ranks.run(2, open_with, given="Adafactor", config=config(nvme, "SGD", 0)):
         assert "Adafactor is torch's" in said
+
+
+def test_a_state_that_one_rank_cannot_save_is_every_ranks_error(ranks: RankPool, nvme: Path, tmp_path: Path) -> None:
+    """Neither rank waits for the other; both name the state, and a later checkpoint is written."""
+    directory = str(tmp_path / "checkpoints")
+    found = ranks.run(2, save_what_one_rank_cannot, config=config(nvme, "SGD", 1), directory=directory)
+    assert [saved for _, saved in found] == [True, True]
+    for said, _ in found:
+        assert "words of" in said
+        assert "is a str, which no checkpoint holds" in said
+    assert "Rank 1: " in found[0][0]
