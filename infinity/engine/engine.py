@@ -39,7 +39,7 @@ class Engine:
     One thread. After a ModelError, Diverged or an exception in the user's own code the step is discarded and the engine goes
     on; after an error of storage or memory, and any other while the update begins, it is FAILED and only `close` is legal.
     Over several ranks the others are in the same step: what discards it on one rank makes the engine FAILED there, and a
-    CommError that quotes it is raised on the others. After what is raised on all of them alike, such as Diverged, they go on.
+    CommError that quotes it is raised on the others. After what all of them raise alike, such as Diverged, they go on.
     """
 
     def __init__(self, parts: EngineParts) -> None:
