@@ -19,13 +19,15 @@ from torch import Tensor
 
 from infinity.comm.order import DIGEST_BYTES, Entry
 from infinity.comm.watch import Watch
-from infinity.errors import CommError, IllegalTransition
+from infinity.errors import CommError, IllegalTransition, InfinityError
 from infinity.handles import Promise
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
 
 T = TypeVar("T")
-_TAG = 0
+_TAG, _NEVER_SENT = 0, 1
+# How long the end of the line waits for its thread, once the transfer that this is in was ended.
+_LAST_WAIT_SECONDS = 5.0
 # A rank may take its time with a step; the watch, and not gloo, decides that one will never come.
 _PATIENCE = timedelta(days=7)
 
@@ -106,6 +108,15 @@ class Peers:
         self.exchange([(peer, outgoing) for peer in self.others], list(incoming.items()))
         return [mine if rank == self.rank else incoming[rank].numpy().tobytes() for rank in range(self.size)]
 
+    def hang_up(self) -> None:
+        """End every transfer that is under way. gloo has no call for it, but closes its connections when one is too late."""
+        try:
+            self._backend.recv([torch.empty(1, dtype=torch.uint8)], self.others[0], _NEVER_SENT).wait(
+                timedelta(milliseconds=1)
+            )
+        except RuntimeError:
+            return
+
     def _call(self, peer: int, start: Callable[[list[Tensor], int, int], dist.Work], data: Tensor) -> dist.Work:
         try:
             return start([data], peer, _TAG)
@@ -131,11 +142,12 @@ class Line:
     """Its opener closes it. One thread at a time submits; the thread of the line makes the jobs in that order.
 
     The first error fails every handle that is not done and refuses further jobs. A job that hangs in gloo then stays where
-    it is, on a daemon thread that keeps its buffers, until the process ends.
+    it is, on a daemon thread that keeps its buffers, until `close`.
     """
 
-    def __init__(self, peers: Peers, watch: Watch, recorder: Recorder) -> None:
+    def __init__(self, peers: Peers, watch: Watch, recorder: Recorder, on_failure: Callable[[CommError], None]) -> None:
         self._peers = peers
+        self._on_failure = on_failure  # hears of the error that ended the line, once
         self._watch = watch
         self._recorder = recorder  # gets a span "comm.exchange" for each job, from when all ranks have come to it
         self._changed = threading.Condition()
@@ -171,9 +183,13 @@ class Line:
                 job.promise.fail(error)
             self._jobs.clear()
             self._changed.notify()
+        self._on_failure(error)
 
     def close(self) -> None:
-        """End the thread when the queued jobs are made; after an error, at once and without the job that hangs."""
+        """End the thread when the queued jobs are made; after an error, at once: a transfer that hangs is ended.
+
+        A thread that came back from gloo while Python shuts down would abort the process.
+        """
         with self._changed:
             if self._lifecycle.state is LineState.CLOSED:
                 return
@@ -182,6 +198,9 @@ class Line:
             self._changed.notify()
         if not failed:
             self._thread.join()
+        elif threading.current_thread() is not self._thread:
+            self._peers.hang_up()
+            self._thread.join(_LAST_WAIT_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -196,6 +215,9 @@ class Line:
                     job.make()
             except PeerLost as lost:
                 self.fail(self._watch.explain(lost, lost.peer))
+                return
+            except InfinityError as error:  # of this rank: what was to be sent could not be had
+                self.fail(CommError(f"Rank {self._peers.rank} failed: {error}", remedy="The cause is there."))
                 return
             except Exception as error:  # noqa: BLE001 - the thread's boundary: whoever waits must hear of it
                 self.fail(self._watch.explain(error))

@@ -87,8 +87,8 @@ def open_group(
     try:
         number = rendezvous.store.add(f"infinity/opened/{rank}", 1)  # a job may open one group after another over one store
         store = _below(f"infinity/{number}", rendezvous.store)
-        backend = connect_together(
-            lambda: dist.ProcessGroupGloo(_below("gloo", store), rank, size, _MEETING),
+        backends = connect_together(
+            lambda: [dist.ProcessGroupGloo(_below(name, store), rank, size, _MEETING) for name in ("gloo", "gloo-words")],
             _below("connect", store.clone()),  # type: ignore[attr-defined]  # not in torch's stubs
             rank,
         )
@@ -98,7 +98,11 @@ def open_group(
             remedy="Check that all ranks were started; GLOO_SOCKET_IFNAME names the network interface between machines.",
         ) from error
     order = Order()
-    verdicts: list[RankGroup] = []
+    opened: list[RankGroup] = []
+
+    def end_by(error: CommError) -> None:
+        opened[0].end_by(error)
+
     watch = Watch(
         rank=rank,
         size=size,
@@ -106,20 +110,22 @@ def open_group(
         order=order,
         pace=pace or Pace(),
         resident_bytes=resident_bytes,
-        on_verdict=lambda error: verdicts[0].end_by(error),
+        on_verdict=end_by,
     )
-    peers = Peers(cast(PointToPoint, backend), rank, size)
-    line = Line(peers, watch, recorder)
+    peers, listeners = (Peers(cast(PointToPoint, backend), rank, size) for backend in backends)
+    line, words = Line(peers, watch, recorder, end_by), Line(listeners, watch, recorder, end_by)
     collectives = (
         open_gloo_collectives(line, peers)
         if device.type == "cpu"
         else open_native_collectives("nccl", device.type, _below("native", store), rank, size, watch)
     )
     group = RankGroup(
-        collectives=collectives, line=line, peers=peers, order=order, watch=watch, recorder=recorder, keep=rendezvous.store
-    )
-    verdicts.append(group)
+        collectives=collectives, line=line, words=words, peers=listeners, order=order, watch=watch, recorder=recorder,
+        keep=rendezvous.store,
+    )  # fmt: skip
+    opened.append(group)
     line.start()
+    words.start()
     watch.start()
     return group
 

@@ -52,6 +52,7 @@ class RankGroup:
         *,
         collectives: Collectives,
         line: Line,
+        words: Line,
         peers: Peers,
         order: Order,
         watch: Watch,
@@ -63,7 +64,8 @@ class RankGroup:
         self.backend = collectives.backend
         self._collectives = collectives
         self._line = line
-        self._peers = peers
+        self._words = words  # for small values, which do not wait for data that waits for a disk
+        self._peers = peers  # of that line
         self._order = order
         self._watch = watch
         self._recorder = recorder
@@ -103,7 +105,7 @@ class RankGroup:
             packed = self._peers.exchange_bytes(len(mine).to_bytes(_LENGTH_BYTES, "little"), [_LENGTH_BYTES] * self.size)
             return self._peers.exchange_bytes(mine, [int.from_bytes(length, "little") for length in packed])
 
-        return [json.loads(theirs) for theirs in self._line.submit(self._order.add(f"gather of {what}"), exchange).wait()]
+        return [json.loads(theirs) for theirs in self._words.submit(self._order.add(f"gather of {what}"), exchange).wait()]
 
     def fail(self, reason: str) -> None:
         if self._lifecycle.state is not GroupState.OPEN:
@@ -125,6 +127,7 @@ class RankGroup:
     def end_by(self, error: CommError) -> None:
         """The watch's verdict: every handle gets `error`, and every later call raises it. Any thread."""
         self._line.fail(error)
+        self._words.fail(error)
         self._collectives.fail(error)
 
     def _end(self, state: RankState, why: str) -> None:
@@ -132,6 +135,7 @@ class RankGroup:
         if state is RankState.FAILED:
             self.end_by(CommError(f"Rank {self.rank} failed: {why}", remedy="The cause is there."))
         self._line.close()
+        self._words.close()
         self._collectives.close()
 
     def _count(self, name: str, flat: Tensor) -> None:

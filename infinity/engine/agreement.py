@@ -6,12 +6,14 @@ Norm, finiteness, touched parameters and the mean loss follow from it; sums of s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from infinity.comm.group import Group, Json
+from infinity.comm.verdict import together
 from infinity.engine.waiting_gradients import GradientFacts
-from infinity.errors import ModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.store.unit_size import UnitLayouts
 from infinity.zero.turns import Turns
 
@@ -33,10 +35,13 @@ class Agreement:
         self._names = tuple(tuple(spec.name for spec in one.whole.specs) for one in layouts)
         self._turns = turns
 
-    def step(self, facts: GradientFacts, losses: Sequence[float], shares: Sequence[float]) -> AgreedFacts:
+    def step(
+        self, facts: GradientFacts, losses: Sequence[float], shares: Sequence[float], settings: Mapping[str, object]
+    ) -> AgreedFacts:
         """Return what is known of the step on all ranks; `shares` of the mean add up to 1 over all of them.
 
-        Raises ModelError on every rank where the shares do not add up.
+        `settings` are what the update depends on, by name, as JSON has them. Raises, on every rank, ConfigError where they
+        differ and ModelError where the shares do not add up.
         """
         mine = {
             "sums": list(facts.sums_of_squares),
@@ -44,18 +49,20 @@ class Agreement:
             "not_finite": facts.first_not_finite,
             "losses": list(losses),
             "shares": list(shares),
+            "settings": dict(settings),
             "turns": list(self._turns.observed) if self._turns is not None else [],
         }
         ranks = cast(list[dict[str, Any]], self._group.gather(cast(Json, mine), what="the step's facts"))
         if self._turns is not None:
             self._turns.agree(ranks[0]["turns"])
+        _require_same([one["settings"] for one in ranks])
         all_losses = [float(loss) for one in ranks for loss in one["losses"]]
         all_shares = [float(share) for one in ranks for share in one["shares"]]
         if all_shares and abs(sum(all_shares) - 1.0) > 1e-6:
             counts = ", ".join(str(len(one["losses"])) for one in ranks)
             raise ModelError(
                 f"The ranks' micro-batches ({counts}) do not make up one mean: their shares add up to {sum(all_shares):g}.",
-                remedy="Give every rank as many, or weights (token counts).",
+                remedy="Give every rank as many; in vertical order weights (token counts) do, too.",
             )
         gradients = GradientFacts(
             sums_of_squares=tuple(float(total) for one in ranks for total in one["sums"]),
@@ -64,6 +71,10 @@ class Agreement:
         )
         loss = sum(loss * share for loss, share in zip(all_losses, all_shares, strict=True))
         return AgreedFacts(gradients, tuple(all_losses), loss)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Return a block whose error on one rank is raised on all."""
+        return together(self._group, what=what)
 
     def touched(self, touched: Mapping[int, frozenset[str]]) -> dict[int, frozenset[str]]:
         """Return which parameters got a gradient on any rank, by shard."""
@@ -91,3 +102,14 @@ class Agreement:
             shard: frozenset(name for place, name in enumerate(self._names[shard]) if together >> place & 1)
             for shard, together in sorted(bits.items())
         }
+
+
+def _require_same(ranks: Sequence[Mapping[str, object]]) -> None:
+    """Raise ConfigError for the first setting that two ranks have differently: their weights would drift apart."""
+    for rank, settings in enumerate(ranks):
+        for name in (*ranks[0], *settings):
+            if name not in ranks[0] or name not in settings or settings[name] != ranks[0][name]:
+                raise ConfigError(
+                    f"{name} is {ranks[0].get(name)!r} on rank 0 and {settings.get(name)!r} on rank {rank}.",
+                    remedy="Give all ranks one configuration, and schedulers that look at a loss that of all ranks.",
+                )

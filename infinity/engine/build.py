@@ -47,7 +47,7 @@ from infinity.engine.planned import (
     residencies_of,
     shares_of,
 )
-from infinity.engine.ranks import join_ranks
+from infinity.engine.ranks import join_ranks, leave_at_exit
 from infinity.engine.reserve import (
     open_gradient_slots,
     open_kept_weights,
@@ -334,7 +334,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     recorder.take_counters()  # what initialisation wrote belongs to no step
     io_facts = io_engine.facts
     vertical = VerticalSchedule(walk, weights, order, recorder, device)
-    everything = _closed_at_exit(resources.pop_all())
+    everything = _closed_at_exit(resources.pop_all(), group)
     engine = Engine(
         EngineParts(
             module=model,
@@ -383,12 +383,13 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
     return engine
 
 
-def _closed_at_exit(resources: ExitStack) -> ExitStack:
+def _closed_at_exit(resources: ExitStack, group: Group) -> ExitStack:
     """Let the end of the program close what nobody closed, so that no swap files stay; return the same stack."""
     owner = os.getpid()
 
     def close() -> None:
         if os.getpid() == owner:  # a forked child ends, too, and must leave the files alone
+            leave_at_exit(group)
             resources.close()
 
     atexit.register(close)

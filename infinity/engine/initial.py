@@ -43,10 +43,9 @@ class InitialValues:
         if self._group.size == 1:
             return self._own_value(use)
         if self._group.rank == 0:
-            value = self._own_value(use).to(self._device).contiguous()
+            value = self._own_value(use).to(self._device, torch.float32).contiguous()  # exact for all that is trained
         else:
-            dtype = torch.float32 if use.parameter.is_meta else use.parameter.dtype
-            value = torch.empty(use.parameter.shape, dtype=dtype, device=self._device)
+            value = torch.empty(use.parameter.shape, dtype=torch.float32, device=self._device)
         self._group.broadcast(value.view(-1), source=0, what=f"initial value of {use.name}").wait()
         return value.cpu()
 

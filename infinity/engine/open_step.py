@@ -104,7 +104,7 @@ class OpenStep:
         """Forget the step: its forward passes and what was summed. The states are those of the step before."""
         self.parts.walk.end()
         with self.failing_on_io():
-            self.parts.walk.sums.discard()
+            self.parts.walk.sums.give_up()
             self.parts.updater.discard()
         self.passes.forget()
         if self.lifecycle.state not in (EngineState.READY, *ENDS):

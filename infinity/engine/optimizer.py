@@ -46,6 +46,13 @@ class Optimizer(torch.optim.Optimizer):
         """The same as `engine.zero_grad()`: after `step` there is nothing to discard."""
         self._discard_step()
 
+    def numbers(self) -> dict[str, object]:
+        """Return what an update depends on, by a name that a user finds again: it has to be the same on every rank."""
+        found: dict[str, object] = {"whether it is AdamW": self.decoupled}
+        for index, group in enumerate(self.param_groups):
+            found |= {f"optimizer.param_groups[{index}][{key!r}]": number for key, number in _numbers(group).items()}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as torch's optimizers do, gathered from the tiers, for models that fit in memory.
 

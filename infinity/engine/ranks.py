@@ -24,7 +24,7 @@ def join_ranks(device: torch.device, recorder: Recorder, resources: ExitStack) -
     group = open_group(meet(os.environ), device=device, recorder=recorder, resident_bytes=rss_bytes)
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        reason = error or getattr(sys, "last_value", None)  # the latter: at the end of a program that an exception ended
+        reason = error or sys.exc_info()[1]  # the latter: a `finally` of the user's closes the engine
         if reason is None:
             group.close()
         else:
@@ -32,6 +32,13 @@ def join_ranks(device: torch.device, recorder: Recorder, resources: ExitStack) -
 
     resources.push(leave)
     return group
+
+
+def leave_at_exit(group: Group) -> None:
+    """The program ends without having closed its engine: after an exception the others are told of it."""
+    reason: BaseException | None = getattr(sys, "last_value", None)
+    if reason is not None:
+        group.fail(reason_words(reason))
 
 
 def reason_words(error: BaseException) -> str:

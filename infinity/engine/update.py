@@ -60,13 +60,16 @@ class Updater:
         """Fix the step from the gradients that wait, and begin it; a non-finite one skips it before anything is touched.
 
         `losses` are those of this rank's micro-batches and `shares` their part in the mean over all ranks.
-        Raises ConfigError for wrong hyper-parameters and Diverged instead of one skip too many; nothing is touched then.
+        Raises ConfigError for hyper-parameters that are wrong on a rank or not those of all, and Diverged instead of one
+        skip too many; nothing is touched then.
         """
-        self._optimizer.require_groups()
-        self._lr_schedule.apply(self._optimizer.param_groups)
-        begin = self._rule.fix()
+        with self._agreement.together("hyper-parameters"):
+            self._optimizer.require_groups()
+            self._lr_schedule.apply(self._optimizer.param_groups)
+            begin = self._rule.fix()
         lr = self._lr_schedule.lr
-        agreed = self._agreement.step(self._gradients.take_facts(), losses, shares)
+        settings = {"gradient_clipping": self._max_norm, **self._optimizer.numbers()}
+        agreed = self._agreement.step(self._gradients.take_facts(), losses, shares, settings)
         facts = agreed.gradients
         scale = self._loss_scaler.scale
         norm = global_norm(facts.sums_of_squares) / scale

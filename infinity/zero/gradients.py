@@ -184,6 +184,13 @@ class GradientSums:
         self._target.finish()
         self.discard()
 
+    def give_up(self) -> None:
+        """All ranks discard the step: shards that others may have published already are published here, too."""
+        if self._turns is not None and self._complete_shards_are_final:
+            self._all_are_final()
+            self._target.settle()
+        self.discard()
+
     def discard(self) -> None:
         """Forget everything, as before the first call of a step."""
         self._states = [_ShardSums() for _ in self._shards]

@@ -8,7 +8,7 @@ the update of the shard: that is the loader's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -111,10 +111,7 @@ class Weights:
             if slot is not None:  # its old bytes are there, or on their way: the update will find them
                 self._make_ready(shard, slot)
                 self._states[shard].to(WeightState.SHARDED)
-        if self._gather.is_collective:  # in an order that does not depend on the way of this rank through the units
-            for shard in shards:
-                if shard in self._kept:
-                    self._begin(shard, self._kept[shard], fetch=False)
+        self._begin_kept(shards)
 
     def acquire(self, shard: int) -> Mapping[str, torch.Tensor]:
         """Return the shard's parameters, ready on the compute device; they stay until `release`."""
@@ -168,6 +165,14 @@ class Weights:
             slot.load = None
         for slot in (*self._slots, *self._kept.values()):
             slot.last_use = self._transfers.mark()
+        self._begin_kept(self._kept)
+
+    def _begin_kept(self, shards: Iterable[int]) -> None:
+        """Over several ranks: begin those that stay, in an order that does not depend on this rank's way."""
+        if self._gather.is_collective:
+            for shard in sorted(set(shards) & set(self._kept)):
+                if self._states[shard].state is WeightState.SHARDED:
+                    self._begin(shard, self._kept[shard], fetch=False)
 
     # Slots
 
