@@ -240,7 +240,10 @@ def _notes(config: Config, resolved: Resolved) -> list[str]:
         ]
     own = config.infinity
     if own.gradient_reduction == "micro_batch" and own.schedule == "vertical":
-        notes.append("infinity.gradient_reduction: has no effect because vertical order reduces once a step.")
+        notes.append(
+            "infinity.gradient_reduction: counts in the loop of forward, backward and step alone, because train_batch in "
+            "vertical order reduces once a step."
+        )
     if config.communication_data_type != "fp32":
         notes.append(
             f"communication_data_type: gradients are rounded to {config.communication_data_type} before they are summed "

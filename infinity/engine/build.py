@@ -41,6 +41,7 @@ from infinity.engine.parts import EngineParts
 from infinity.engine.persistence import Persistence
 from infinity.engine.planned import (
     ActivationSizes,
+    asked_reduction,
     cut_and_plan,
     grad_dtype_of,
     placement_notes,
@@ -277,6 +278,7 @@ def _compose(request: EngineRequest, resources: ExitStack, undo: ExitStack) -> E
         slots=gradient_slots,
         kernel=kernel,
         grad_dtype=grad_dtype,
+        asked_reduction=asked_reduction(config),
         sent_dtype=DTYPE_NAMES[config.communication_data_type],
         update_now=weights.update_now,
         compute=compute,

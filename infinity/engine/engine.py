@@ -264,7 +264,7 @@ class Engine:
 
         Raises IllegalTransition where each micro-batch is summed over ranks by itself.
         """
-        if self._parts.plan.gradient_reduction == "micro_batch":
+        if self._parts.walk.sums.publishes_micro_batches:
             raise IllegalTransition(
                 "no_sync was entered, but gradients are summed over ranks after every micro-batch.",
                 remedy='Set infinity.gradient_reduction to "boundary": whole gradients are kept until the step then.',

@@ -20,6 +20,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.pool import BufferPool, Lease
 from infinity.optim.kernel import AdamKernel
 from infinity.placement import GradientReduction, Plan
+from infinity.placement.request import reduction_of_sums
 from infinity.store.layout import ELEMENT_BYTES
 from infinity.store.store import Store
 from infinity.zero.gradients import FinalRun, GradientSums
@@ -49,6 +50,7 @@ def open_gradient_path(
     kernel: AdamKernel,
     grad_dtype: str,
     sent_dtype: str,
+    asked_reduction: GradientReduction | None,
     update_now: Callable[[Sequence[int]], None],
     compute: ComputeDevice,
     ledger: Ledger,
@@ -73,7 +75,9 @@ def open_gradient_path(
         on_device=open_device_gradient(pieces, compute, ELEMENT_BYTES[grad_dtype], ledger, resources),
     )
     turns = None if is_one_rank else first_turns(shards)
-    by_micro_batch = plan.gradient_reduction == GradientReduction.MICRO_BATCH.value
+    # Not the plan's: the familiar loop runs backward one by one under a plan for vertical order, too.
+    reduction_of = reduction_of_sums(asked_reduction, stage=plan.stage, num_ranks=group.size)
+    by_micro_batch = reduction_of is GradientReduction.MICRO_BATCH
     reductions: list[RankReduction] = []
 
     def publish_whole(shard: int, total: torch.Tensor, touched: frozenset[str], lease: Lease | None) -> None:

@@ -38,6 +38,12 @@ def grad_dtype_of(config: Config) -> str:
     return DTYPE_NAMES[config.grad_dtype]
 
 
+def asked_reduction(config: Config) -> GradientReduction | None:
+    """Return when gradients are to be summed over ranks; None where the stage decides."""
+    asked = config.infinity.gradient_reduction
+    return None if asked is None else GradientReduction(asked)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationSizes:
     """What is known of the memory that torch will need inside units."""
@@ -86,7 +92,7 @@ def plan_for(
         torch_values=pieces.torch_values,
         num_local_ranks=num_local,
         num_ranks=ranks.world_size,
-        gradient_reduction=None if own.gradient_reduction is None else GradientReduction(own.gradient_reduction),
+        gradient_reduction=asked_reduction(config),
         reduced_element_bytes=ELEMENT_BYTES[DTYPE_NAMES[config.communication_data_type]],
         scratch_bytes=scratch_bytes(ranks.world_size) if gpu_bytes is None else 0,
     )

@@ -28,6 +28,15 @@ class GradientReduction(str, Enum):
     MICRO_BATCH = "micro_batch"  # in horizontal order each micro-batch, into sums of this rank's part
 
 
+def reduction_of_sums(asked: GradientReduction | None, *, stage: int, num_ranks: int) -> GradientReduction:
+    """Return when gradients of micro-batches that run backward one by one are summed over ranks."""
+    if num_ranks == 1:
+        return GradientReduction.BOUNDARY
+    if asked is not None:
+        return asked
+    return GradientReduction.MICRO_BATCH if is_partitioned(stage, StateKind.GRAD) else GradientReduction.BOUNDARY
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """The planner's input. Budgets count for this rank, above what the process needs before any model exists."""
@@ -76,12 +85,9 @@ class PlanRequest:
     @property
     def reduction(self) -> GradientReduction:
         """When gradients are summed over ranks. Where no sums wait between micro-batches, they are reduced once a step."""
-        if not self.keeps_sums or self.num_ranks == 1:
+        if not self.keeps_sums:
             return GradientReduction.BOUNDARY
-        if self.gradient_reduction is not None:
-            return self.gradient_reduction
-        splits_gradients = is_partitioned(self.stage, StateKind.GRAD)
-        return GradientReduction.MICRO_BATCH if splits_gradients else GradientReduction.BOUNDARY
+        return reduction_of_sums(self.gradient_reduction, stage=self.stage, num_ranks=self.num_ranks)
 
     def num_sums(self, unit: UnitSize) -> int:
         """How many fp32 sums of a unit's gradient wait between micro-batches.

@@ -105,6 +105,11 @@ class GradientSums:
         self._complete_shards_are_final = False
         self._begun = False
 
+    @property
+    def publishes_micro_batches(self) -> bool:
+        """Whether micro-batches that run backward one by one are published one by one."""
+        return self._target.sums_micro_batches
+
     def outlast_micro_batches(self) -> None:
         """The micro-batches of this step run backward one by one: let sums wait in their place, until the step is over."""
         if self._target.sums_micro_batches:

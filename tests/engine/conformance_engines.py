@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from conformance import LR, Twins
 from conformance_backward import Tower, TwoHeads, seeded, vectors
@@ -12,6 +13,7 @@ from kit import OddMlp, kit_of
 
 import infinity
 from infinity import utils
+from infinity.errors import IllegalTransition
 
 
 def two_engines(nvme: str, **job: Any) -> None:
@@ -43,8 +45,15 @@ def total(output: Any) -> torch.Tensor:
 
 
 def held_back(nvme: str, **job: Any) -> None:
-    """Two micro-batches inside no_sync and one outside are one step over their sum."""
+    """Two micro-batches inside no_sync and one outside are one step over their sum.
+
+    Where each micro-batch would be summed over ranks by itself, no_sync says what to set.
+    """
     with Twins(seeded(Tower), nvme, **job) as twins:
+        if twins.engine.world_size > 1 and job.get("stage", 3) > 1:
+            with pytest.raises(IllegalTransition, match="gradient_reduction"):
+                twins.engine.no_sync()
+    with Twins(seeded(Tower), nvme, gradient_reduction="boundary", **job) as twins:
         for step in range(2):
             own, everybodys = twins.batches(vectors, step, 3)
             with twins.engine.no_sync():
