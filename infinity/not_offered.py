@@ -13,6 +13,13 @@ _SERVING = "infinity trains; it serves no models"
 _TENSORS = "no model is split over ranks by its own code"
 _EXPORT = "engine.full_parameters() and engine.state_dict() give the weights, for torch.save or safetensors"
 _TYPES = "every parameter is an nn.Parameter; infinity.zero.GatheredParameters and infinity.utils reach its states"
+_RANKS = (
+    "engine.global_rank, local_rank and world_size say which rank this is; before there is an engine, RANK, LOCAL_RANK and "
+    "WORLD_SIZE of the environment do"
+)
+_VALUES = "engine.group.gather(value, what=...) returns what every rank has given, once all have come"
+_FLAT = "engine.group moves flat tensors between the ranks, and gather of it small values"
+_OWN_GROUPS = "the engine joins its ranks itself; other groups are torch.distributed's"
 
 
 def _config(path: str) -> str:
@@ -53,6 +60,34 @@ REFUSALS: Mapping[str, Mapping[str, str]] = {
         "zero_to_fp32": f"checkpoints hold whole parameters; {_EXPORT}",
         "logger": "logging.getLogger is Python's",
         "groups": "all ranks share one model; engine.global_rank and engine.world_size say which this is",
+    },
+    "infinity.comm": {
+        "init_distributed": "infinity.init_distributed is the same, and initialize joins the ranks",
+        **dict.fromkeys(
+            (
+                "is_initialized", "is_available", "get_rank", "get_local_rank", "get_world_size", "get_global_rank",
+                "get_all_ranks_from_group",
+            ),
+            _RANKS,
+        ),
+        **dict.fromkeys(("barrier", "monitored_barrier", "all_gather_object", "broadcast_object_list"), _VALUES),
+        **dict.fromkeys(
+            (
+                "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor",
+                "all_gather_coalesced", "allgather_fn", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_fn",
+                "reduce", "broadcast", "gather", "scatter", "ReduceOp",
+            ),
+            _FLAT,
+        ),
+        **dict.fromkeys(
+            (
+                "new_group", "get_world_group", "destroy_process_group", "initialize_mesh_device", "all_to_all",
+                "all_to_all_single", "send", "recv", "isend", "irecv",
+            ),
+            _OWN_GROUPS,
+        ),
+        "configure": "engine.recorder counts the bytes of collectives and has a span for each",
+        "log_summary": "engine.recorder counts the bytes of collectives and has a span for each",
     },
     "engine": {
         "set_train_batch_size": _BATCH,

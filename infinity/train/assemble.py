@@ -96,8 +96,17 @@ def _say_what_checkpoints_take(checked: Checked, plan: Plan, reporter: Reporter)
     if needed > free:
         reporter.note(
             f"Checkpoints: {num_copies} of {format_bytes(copy_bytes)} and the swap files need {format_bytes(needed)}, "
-            f"{output} has {format_bytes(free)} free: where a copy does not fit, the swap files are committed in place."
+            f"{output} has {format_bytes(free)} free: {_without_room(checked.ranks)}."
         )
+
+
+def _without_room(ranks: Ranks) -> str:
+    """What becomes of a checkpoint that has no room."""
+    if ranks.world_size == 1:
+        return "where a copy does not fit, the swap files are committed in place"
+    return (
+        "over several ranks the run ends at the first copy that does not fit. Lower --keep, or put --output on a larger disk"
+    )
 
 
 def _rows(checked: Checked) -> tuple[Row, ...]:

@@ -290,6 +290,7 @@ class Loop:
             unit_loads=totals.unit_loads,
             cpu_memory_peak_bytes=mine.cpu_memory_peak_bytes,
             rss_peak_bytes=mine.rss_peak_bytes,
+            median_bytes_between_ranks=totals.median_bytes_between_ranks,
             predicted_bytes_between_ranks=sum(
                 line.num_bytes - line.bytes_in_slots for line in plan.links if line.link is Link.RANKS
             ),

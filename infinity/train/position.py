@@ -41,7 +41,21 @@ def read_position(record: Mapping[str, object], checked: Checked) -> tuple[Posit
         for name, value in _decisive(checked).items()
         if record.get(name, _BEFORE_RANKS.get(name)) != value
     )
-    return Position(step, tokens), differences
+    return Position(step, tokens), (*differences, *_other_batches(record, checked))
+
+
+def _other_batches(record: Mapping[str, object], checked: Checked) -> tuple[str, ...]:
+    """A sentence on a step of more or fewer sequences than in the checkpoint, and on what keeps them."""
+    before, batch = (record.get("num_micro_batches"), record.get("micro_batch_size")), checked.batch
+    if not isinstance(before[0], int) or not isinstance(before[1], int) or before[0] * before[1] == batch.train_batch_size:
+        return ()
+    num_before = before[0] * before[1]
+    num_micro_batches, rest = divmod(num_before, batch.micro_batch_size * batch.world_size)
+    keeps = f"--micro-batches {num_micro_batches}" if not rest else f"a train_batch_size of {num_before}"
+    return (
+        f"A step had {num_before} sequences in the checkpoint and has {batch.train_batch_size} now, "
+        f"so its data are others, too; {keeps} keeps them.",
+    )
 
 
 def _decisive(checked: Checked) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ class Totals:
     last_loss: float = math.nan
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    recent_bytes_between_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -47,6 +49,14 @@ class Totals:
         self.last_loss = record.loss
         self.recent_losses.append(record.loss)
         self.recent_seconds.append(record.step_seconds)
+        self.recent_bytes_between_ranks.append(
+            record.all_gather_bytes + record.reduce_scatter_bytes + record.broadcast_bytes
+        )
+
+    @property
+    def median_bytes_between_ranks(self) -> int:
+        """What one of the last steps moved: the first, and one after a checkpoint or an evaluation, move more or less."""
+        return statistics.median_low(self.recent_bytes_between_ranks) if self.recent_bytes_between_ranks else 0
 
     def seconds_left(self, num_steps: int) -> float:
         """Estimate the time of `num_steps` more steps from the recent ones."""
@@ -100,6 +110,7 @@ class Summary:
     all_gather_bytes: int  # of rank 0, in steps
     reduce_scatter_bytes: int
     broadcast_bytes: int
+    median_bytes_between_ranks: int  # over the last ten steps
     predicted_bytes_between_ranks: int  # in each step
     stage: int
     gradient_reduction: str | None  # when gradients are summed over ranks; None on one
@@ -151,10 +162,9 @@ class Summary:
     def _link_rows(self) -> tuple[Row, ...]:
         if self.num_ranks == 1:
             return ()
-        moved = self.all_gather_bytes + self.reduce_scatter_bytes + self.broadcast_bytes
-        per_step = moved // max(1, self.steps_in_this_process)
         when = _REDUCTION_WORDS[self.gradient_reduction] if self.gradient_reduction else ""
-        said = f"{format_bytes(per_step)} a step (of {format_bytes(self.predicted_bytes_between_ranks)} planned), {when}"
+        moved, planned = format_bytes(self.median_bytes_between_ranks), format_bytes(self.predicted_bytes_between_ranks)
+        said = f"{moved} in the median step (of {planned} planned), {when}"
         return (Row("Between ranks", f"stage {self.stage}: {said}"),)
 
     def _memory_rows(self) -> tuple[Row, ...]:

@@ -20,7 +20,13 @@ from infinity.not_offered import REFUSALS
 # What DeepSpeed's documentation and users' scripts name, by owner.
 NAMES = {
     "infinity": """initialize add_config_arguments init_distributed init_inference tp_model_init OnDevice checkpointing zero
-        utils PipelineModule moe ops pipe get_accelerator""",
+        utils PipelineModule moe ops pipe get_accelerator comm""",
+    "infinity.comm": """init_distributed is_initialized is_available get_rank get_local_rank get_world_size get_global_rank
+        get_all_ranks_from_group barrier monitored_barrier all_gather_object broadcast_object_list all_reduce
+        inference_all_reduce all_reduce_coalesced all_gather all_gather_into_tensor all_gather_coalesced allgather_fn
+        reduce_scatter reduce_scatter_tensor reduce_scatter_fn reduce broadcast gather scatter ReduceOp new_group
+        get_world_group destroy_process_group initialize_mesh_device all_to_all all_to_all_single send recv isend irecv
+        configure log_summary""",
     "infinity.zero": """Init GatheredParameters register_external_parameter TiledLinear TiledLinearReturnBias MiCS_Init
         unwrap_model_for_generation DeepSpeedTensorOverride ZeroParamStatus ZeroParamType
         estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold
@@ -47,7 +53,13 @@ NAMES = {
 def owners(nvme: Path) -> Iterator[dict[str, Any]]:
     """What the names belong to, an open engine among them."""
     with open_engine(TINY_GPT.build(), settings(nvme)) as engine:
-        yield {"infinity": infinity, "infinity.zero": infinity.zero, "infinity.utils": infinity.utils, "engine": engine}
+        yield {
+            "infinity": infinity,
+            "infinity.comm": infinity.comm,
+            "infinity.zero": infinity.zero,
+            "infinity.utils": infinity.utils,
+            "engine": engine,
+        }
 
 
 def test_every_name_is_there_or_refused_with_a_reason(owners: dict[str, Any]) -> None:
@@ -87,10 +99,13 @@ def test_refusals_need_no_torch() -> None:
         "import sys, infinity\n"
         "try:\n    infinity.init_inference\n"
         "except infinity.InfinityError as error:\n    print(error)\n"
+        "try:\n    infinity.comm.barrier()\n"
+        "except infinity.InfinityError as error:\n    print(error)\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("infinity.init_inference is not offered.")
+    assert "infinity.comm.barrier is not offered." in done.stdout
     assert done.stdout.endswith("False\n")
 
 

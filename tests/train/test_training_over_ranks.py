@@ -23,7 +23,8 @@ from infinity.errors import CommError, ConfigError
 from infinity.telemetry.jsonl import read_jsonl
 from infinity.train.loop import train
 from infinity.train.preflight import check_run
-from infinity.train.summary import Summary
+from infinity.train.reporter import StepRecord
+from infinity.train.summary import Summary, Totals
 
 BATCH_SIZE = 12
 
@@ -36,7 +37,9 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def run(size: int, output: Path, data: Path, **changes: Any) -> tuple[list[Summary], list[Remembering], list[FakeEngine]]:
+def run(
+    size: int, output: Path, data: Path, *, batch: int = BATCH_SIZE, **changes: Any
+) -> tuple[list[Summary], list[Remembering], list[FakeEngine]]:
     """Train on `size` ranks, a thread each; every rank but the first is given another output and is not to use it."""
     store = dist.HashStore()
     reporters = [Remembering() for _ in range(size)]
@@ -50,7 +53,7 @@ def run(size: int, output: Path, data: Path, **changes: Any) -> tuple[list[Summa
 
         try:
             place = output if rank == 0 else output.with_name(f"of-rank-{rank}")
-            options = fake_options(place, data, batch_size=BATCH_SIZE, **changes)
+            options = fake_options(place, data, batch_size=batch, **changes)
             checked = check_run(options, reporters[rank], Ranks(rank, rank, size, size))
             results[rank] = train(checked, reporters[rank], open_engine)
         except Exception as error:  # noqa: BLE001 - the test says what it expected
@@ -102,7 +105,7 @@ def test_rank_0_alone_writes_and_sums_up_for_all(tmp_path: Path, data: Path) -> 
     assert (written["num_ranks"], written["all_gather_bytes"], written["reduce_scatter_bytes"]) == (2, 90, 60)
     assert (written["stage"], written["gradient_reduction"], written["predicted_bytes_between_ranks"]) == (1, "boundary", 50)
     [words] = [row.value for row in reporters[0].rows if row.name == "Between ranks"]
-    assert words == "stage 1: 50 B a step (of 50 B planned), gradients reduced once a step"
+    assert words == "stage 1: 50 B in the median step (of 50 B planned), gradients reduced once a step"
     assert [one["rank"] for one in written["ranks"]] == [0, 1]
     assert all(one["pss_peak_bytes"] > 0 and one["nvme_read_bytes"] == 300 for one in written["ranks"])
     assert [row.name for row in reporters[0].rows if row.name.startswith("Memory")] == [
@@ -124,6 +127,37 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
     assert said == ["num_ranks was 2 in the checkpoint and is 3 now: the run goes on, but not bit for bit."]
     run(1, tmp_path / "out", data, steps=9)
     assert metrics(tmp_path / "out") == metrics(tmp_path / "whole")
+
+
+def test_a_smaller_step_names_what_keeps_the_data(tmp_path: Path, data: Path) -> None:
+    """Resumed with another number of sequences in a step, the note has both and the --micro-batches that keep them."""
+    run(1, tmp_path / "out", data, steps=2, checkpoint_every=2)
+    for size, batch_size, keeps in (
+        (1, 6, "--micro-batches 6"),
+        (2, 4, "--micro-batches 3"),
+        (5, 20, "a train_batch_size of 12"),
+    ):
+        _, reporters, _ = run(size, tmp_path / "out", data, steps=2, batch=batch_size)
+        [said] = [note for note in reporters[0].notes if "sequences" in note]
+        assert said == (
+            f"A step had 12 sequences in the checkpoint and has {batch_size} now, "
+            f"so its data are others, too; {keeps} keeps them."
+        )
+
+
+def test_the_bytes_of_a_step_leave_out_the_unlike_ones() -> None:
+    """A first step that moves more, and one after an evaluation that moves less, do not stand beside the plan."""
+    totals = Totals()
+    assert totals.median_bytes_between_ranks == 0
+    for moved in (90, 50, 50, 10, 50):
+        totals.add(
+            StepRecord(
+                step=1, loss=1.0, grad_norm=None, lr=0.1, tokens=1, step_seconds=1.0, tokens_per_second=1.0, unit_loads=0,
+                nvme_read_bytes=0, nvme_write_bytes=0, all_gather_bytes=moved, reduce_scatter_bytes=0, broadcast_bytes=0,
+                cpu_memory_peak_bytes=0, rss_peak_bytes=0, skipped=False, loss_scale=1.0,
+            )
+        )  # fmt: skip
+    assert totals.median_bytes_between_ranks == 50
 
 
 @contextmanager
