@@ -216,7 +216,7 @@ def test_initialize_that_fails_leaves_nothing(
     """Whichever part cannot be made: no directory, no booked byte, no thread; the next attempt works."""
     config = settings(nvme, **NVME)
     with monkeypatch.context() as patched:
-        patched.setattr(build, where, _boom)
+        patched.setattr(gradient_path if hasattr(gradient_path, where) else build, where, _boom)
         with pytest.raises(Boom):
             open_engine(BULK.build(), config, placement=spilled(config))
     assert list(nvme.iterdir()) == []
