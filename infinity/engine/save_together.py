@@ -40,6 +40,8 @@ class _Turn:
 
     def pieces(self) -> Iterator[tuple[str, int, HostData]]:
         """Tell the others that this unit comes, and give its pieces."""
+        if self._group.size == 1:
+            return iter(self._unit.pieces())  # where the writer fails it is over at once, and holds no tile
         self._group.gather(_NEXT_UNIT, what=self._what)
         self._running = self.give()  # it stays open where the writer fails: `finish` goes on with it
         return self._running

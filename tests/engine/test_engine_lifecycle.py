@@ -24,7 +24,7 @@ from infinity.aio.engine import Engine as IoEngine
 from infinity.aio.faults import Fault, FaultKind, FaultyEngine
 from infinity.aio.request import Op, Request
 from infinity.config import Config
-from infinity.engine import EngineState
+from infinity.engine import EngineState, gradient_path
 from infinity.errors import (
     ConfigError,
     DoesNotFit,
