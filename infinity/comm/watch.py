@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from infinity.comm.beats import Beat, RankState, from_json, to_json
+from infinity.comm.busy import is_running
 from infinity.comm.order import Difference, Order, quoted
 from infinity.errors import CommError
 
@@ -203,11 +204,19 @@ class Watch:
         suspect_seconds = self._pace.beat_seconds * _NUM_BEATS_OF_A_SUSPECT
         if silent_seconds <= (min(suspect_seconds, self._pace.dead_seconds) if peer.suspected else self._pace.dead_seconds):
             return None
+        if not peer.suspected and self._is_busy(peer.beat):
+            return None
         last = "It never said anything." if peer.beat is None else f"Last known: {peer.beat.words()}."
         return CommError(
             f"Rank {rank} is dead: rank {self._rank} has not heard of it for {silent_seconds:.1f} s. {last}",
             remedy=_LOOK_AT_RANK,
         )
+
+    def _is_busy(self, beat: Beat | None) -> bool:
+        """Whether a silent rank of this machine only computes: Python's lock may hold up the thread of its beats."""
+        if beat is None or beat.host != self._host or beat.process_id == os.getpid():
+            return False
+        return is_running(beat.process_id)
 
     def _failed(self, rank: int, peer: _Peer) -> CommError | None:
         if peer.beat is None or peer.beat.state is not RankState.FAILED:
