@@ -68,11 +68,25 @@ class Checked:
 
 
 def check_wanted(options: TrainOptions, num_ranks: int) -> Wanted:
-    """Check what every rank would find alike: counts, model, batch and data. Raises ConfigError and DataError."""
+    """Check what every rank would find alike: counts, stage, model, batch and data. Raises ConfigError and DataError."""
     check_counts(options)
+    _require_a_stage_of_weights(options.config, num_ranks)
     gpt, batch = preset(options.model), options.config.batch(num_ranks)
     corpus, eval_corpus = _open_data(options)
     return Wanted(gpt, batch, corpus, eval_corpus)
+
+
+def _require_a_stage_of_weights(config: Config, num_ranks: int) -> None:
+    """Raise ConfigError for weights on NVMe in a stage where every rank has them all, as the plan would later."""
+    zero = config.zero_optimization
+    if num_ranks == 1 or zero.stage is None or zero.offload_param.device != "nvme":
+        return
+    if not is_partitioned(zero.stage, StateKind.PARAM):
+        raise ConfigError(
+            f"Weights are to live on NVMe, but in stage {zero.stage} each of {num_ranks} ranks computes with all of them "
+            "where they are.",
+            remedy="Choose --stage 3, which partitions weights, or leave offload_param (--offload-params) at auto.",
+        )
 
 
 def check_run(options: TrainOptions, reporter: Reporter, ranks: Ranks = ONE_RANK) -> Checked:

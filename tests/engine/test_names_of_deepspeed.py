@@ -20,7 +20,8 @@ from infinity.not_offered import REFUSALS
 # What DeepSpeed's documentation and users' scripts name, by owner.
 NAMES = {
     "infinity": """initialize add_config_arguments init_distributed init_inference tp_model_init OnDevice checkpointing zero
-        utils PipelineModule moe ops pipe get_accelerator comm""",
+        utils PipelineModule moe ops pipe get_accelerator comm accelerator
+        runtime DeepSpeedEngine DeepSpeedConfig DeepSpeedHybridEngine InferenceEngine version""",
     "infinity.comm": """init_distributed is_initialized is_available get_rank get_local_rank get_world_size get_global_rank
         get_all_ranks_from_group barrier monitored_barrier all_gather_object broadcast_object_list all_reduce
         inference_all_reduce all_reduce_coalesced all_gather all_gather_into_tensor all_gather_coalesced allgather_fn
@@ -36,7 +37,7 @@ NAMES = {
         safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
         safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules set_z3_leaf_module
         set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix z3_leaf_module z3_leaf_parameter zero_to_fp32 logger
-        groups""",
+        groups RepeatingLoader""",
     "engine": """module optimizer lr_scheduler device global_rank local_rank world_size config forward backward step scale
         no_sync coalesce_grad_reduction is_gradient_accumulation_boundary set_gradient_accumulation_boundary
         was_step_applied get_global_grad_norm get_lr get_mom get_batch_info set_train_batch_size

@@ -16,9 +16,9 @@ from infinity.checkpoint.manifest import CheckpointState, Counters, FileRecord, 
 from infinity.checkpoint.writer import write_checkpoint
 from infinity.comm.launched import ONE_RANK, Ranks
 from infinity.config import Layer
-from infinity.errors import DataError, DoesNotFit, StorageError, SwapSpaceError
+from infinity.errors import ConfigError, DataError, DoesNotFit, StorageError, SwapSpaceError
 from infinity.train.options import TrainOptions, native_bf16, resolve_config
-from infinity.train.preflight import check_run, least_nvme_bytes
+from infinity.train.preflight import check_run, check_wanted, least_nvme_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +126,21 @@ def test_least_bytes_on_the_disks_of_one_machine(tmp_path: Path, stage: int | No
     if stage is not None:
         given["zero_optimization.stage"] = stage
     assert least_nvme_bytes(config_for(tmp_path, **given), 1000, ranks) == 1000 * expected
+
+
+def test_weights_on_nvme_below_stage_3_are_refused_before_any_rank_starts(tmp_path: Path, data: Path) -> None:
+    """The launcher itself says so, once, and makes no directory; one rank, and stage 3, may have them there."""
+
+    def options(stage: int) -> TrainOptions:
+        given = {"zero_optimization.stage": stage, "zero_optimization.offload_param.device": "nvme"}
+        return replace(fake_options(tmp_path / "out", data), config=config_for(tmp_path / "nvme", **given))
+
+    with pytest.raises(ConfigError, match="in stage 1 each of 2 ranks computes with all of them") as caught:
+        check_wanted(options(1), 2)
+    assert "--stage 3" in caught.value.remedy
+    assert not (tmp_path / "nvme").exists()
+    assert check_wanted(options(1), 1).batch.world_size == 1
+    assert check_wanted(options(3), 2).batch.world_size == 2
 
 
 def test_a_machine_is_checked_by_one_of_its_ranks(tmp_path: Path, data: Path) -> None:
