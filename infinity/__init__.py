@@ -28,7 +28,7 @@ _HOMES = {
     "initialize": "infinity.engine",
 }
 # Parts of the surface that ZeRO's users reach as modules.
-_MODULES = {"comm": "infinity.comm", "utils": "infinity.engine.fragments", "zero": "infinity.zero"}
+_MODULES = {"comm": "infinity.comm", "utils": "infinity.utils", "zero": "infinity.zero"}
 
 __all__ = [*sorted({*_HOMES, *_MODULES}), "__version__"]
 

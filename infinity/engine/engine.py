@@ -301,14 +301,14 @@ class Engine:
         return self.train(False)
 
     def synchronize(self) -> None:
-        """Make every pending update and wait until all of it is in its tier."""
+        """Make every pending update and wait until all of it is in its tier. Every rank calls it."""
         self._step.require_usable()
         with self._step.failing_on_io():
             self._parts.updater.drain()
             self._parts.weights.settle()
 
     def finish_gradients(self) -> None:
-        """Make the gradients of a step final before `step` does, so that they may be read and set.
+        """Make the gradients of a step final before `step` does, so that they may be read and set. Every rank calls it.
 
         Raises IllegalTransition before the last backward of the step.
         """

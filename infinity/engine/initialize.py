@@ -72,8 +72,8 @@ def initialize(
     betas, eps and weight_decay; by default all that require grad. `optimizer` is an optimizer of torch, or a function that
     makes one from `model_parameters`: its groups are taken over and change the hyper-parameters from then on. Adam and AdamW
     are infinity's own, on every tier; any other makes its updates itself, with all state in memory.
-    `training_data` becomes a data loader of micro-batches. `distributed_port` and `dist_init_required` change nothing on one
-    rank; `mpu` and `mesh_param` are refused, for no model is split over ranks by its own code.
+    `training_data` becomes a data loader of micro-batches. `distributed_port` and `dist_init_required` change nothing:
+    the launcher says where ranks meet. `mpu` and `mesh_param` are refused, for no model is split over ranks by its own code.
 
     `lr_scheduler` takes the place of the section `scheduler`: a scheduler of torch over as many groups, or a function
     that makes one over the optimizer that it is given.

@@ -218,15 +218,16 @@ def _named_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"--resume: {path} is {'a file' if path.exists() else 'absent'}, not a checkpoint.",
-            remedy="Give a step-... directory, the directory that holds them, auto or none.",
+            remedy="Give a step-... directory, the directory that holds them, the --output of a run, auto or none.",
         )
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         return verify(path).path
-    newest = latest(path)
+    of_run = Output(path).checkpoints
+    newest = latest(of_run if of_run.is_dir() else path)
     if newest.found is None:
         raise CheckpointError(
             f"--resume: {path} holds no complete checkpoint. {' '.join(newest.passed_over)}".rstrip(),
-            remedy="Give a step-... directory, the directory that holds them, auto or none.",
+            remedy="Give a step-... directory, the directory that holds them, the --output of a run, auto or none.",
         )
     return newest.found.path
 

@@ -121,6 +121,15 @@ def test_the_momentum_of_other_optimizers(nvme: Path, name: str, params: dict[st
         assert engine.get_mom() == expected
 
 
+def test_the_ways_of_importing_agree() -> None:
+    """`from infinity.utils import name`, as scripts of ZeRO's users have it, gives what infinity.utils.name is."""
+    code = (
+        "from infinity.utils import safe_get_full_grad\nfrom infinity.zero import Init\nimport infinity\n"
+        "print(infinity.utils.safe_get_full_grad is safe_get_full_grad and infinity.zero.Init is Init)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_what_users_ask_of_an_engine(nvme: Path) -> None:
     """Batch arithmetic, counters, betas and weights under their known names."""
     config = settings(nvme, bf16=False, num_micro_batches=3)

@@ -12,8 +12,8 @@ from kit import ODD_MLP, TINY_GPT, open_engine, settings
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from infinity.engine import Engine
-from infinity.engine.fragments import safe_set_full_fp32_param
 from infinity.errors import ConfigError, ModelError
+from infinity.utils import safe_set_full_fp32_param
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),

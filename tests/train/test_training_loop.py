@@ -127,11 +127,12 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path: Path, da
 
 
 def test_resume_from_a_named_checkpoint_into_another_directory(tmp_path: Path, data: Path) -> None:
-    """--resume PATH takes a checkpoint or the directory that holds them."""
+    """--resume PATH takes a checkpoint, the directory that holds them, or the output of the run that wrote them."""
     run(tmp_path / "a", data, steps=4, checkpoint_every=2)
-    for number, path in enumerate((tmp_path / "a" / "checkpoints" / "step-00000002", tmp_path / "a" / "checkpoints")):
+    all_of_them = tmp_path / "a" / "checkpoints"
+    for number, path in enumerate((all_of_them / "step-00000002", all_of_them, tmp_path / "a")):
         summary, _ = run(tmp_path / f"b{number}", data, steps=6, resume=str(path))
-        assert summary.steps_in_this_process == (4, 2)[number]
+        assert summary.steps_in_this_process == (4, 2, 2)[number]
 
 
 def test_a_resumed_run_says_when_its_data_differ(tmp_path: Path, data: Path) -> None:
