@@ -79,11 +79,12 @@ def check_wanted(options: TrainOptions, num_ranks: int) -> Wanted:
 def _require_a_stage_of_weights(config: Config, num_ranks: int) -> None:
     """Raise ConfigError for weights on NVMe in a stage where every rank has them all, as the plan would later."""
     zero = config.zero_optimization
-    if num_ranks == 1 or zero.stage is None or zero.offload_param.device != "nvme":
+    asked = zero.stage
+    if num_ranks == 1 or asked is None or zero.offload_param.device != "nvme":
         return
-    if not is_partitioned(zero.stage, StateKind.PARAM):
+    if not is_partitioned(asked, StateKind.PARAM):
         raise ConfigError(
-            f"Weights are to live on NVMe, but in stage {zero.stage} each of {num_ranks} ranks computes with all of them "
+            f"Weights are to live on NVMe, but in stage {asked} each of {num_ranks} ranks computes with all of them "
             "where they are.",
             remedy="Choose --stage 3, which partitions weights, or leave offload_param (--offload-params) at auto.",
         )

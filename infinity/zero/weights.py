@@ -135,6 +135,7 @@ class Weights:
 
     def show_resident(self) -> None:
         """Bring the weights of resident shards into the parameters that the modules hold."""
+        self._begin_kept(self._kept)
         for shard in self._shards:
             if shard.residency is Residency.RESIDENT:
                 self.acquire(shard.index)
@@ -165,7 +166,6 @@ class Weights:
             slot.load = None
         for slot in (*self._slots, *self._kept.values()):
             slot.last_use = self._transfers.mark()
-        self._begin_kept(self._kept)
 
     def _begin_kept(self, shards: Iterable[int]) -> None:
         """Over several ranks: begin those that stay, in an order that does not depend on this rank's way."""
