@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infinity.comm.order import Entry
-from infinity.errors import CommError
+from infinity.errors import InfinityError
 from infinity.handles import Handle
 
 
@@ -25,7 +25,7 @@ class Collectives(Protocol):
     def reduce_scatter(self, entry: Entry, flat: Tensor, into: Tensor) -> Handle[None]: ...
     def all_reduce(self, entry: Entry, flat: Tensor, own: Tensor) -> Handle[None]: ...
     def broadcast(self, entry: Entry, flat: Tensor, source: int) -> Handle[None]: ...
-    def fail(self, error: CommError) -> None:
+    def fail(self, error: InfinityError) -> None:
         """Refuse everything from now on with `error`, and free what waits for a rank that will not come. Any thread."""
         ...
 

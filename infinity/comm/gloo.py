@@ -15,7 +15,7 @@ from torch import Tensor
 from infinity.comm.buckets import BUCKET_BYTES, SUMS_IN_FLIGHT, Bucket, cut
 from infinity.comm.line import Line, Peers, Transfers
 from infinity.comm.order import Entry
-from infinity.errors import CommError
+from infinity.errors import InfinityError
 from infinity.handles import Handle
 
 
@@ -58,7 +58,7 @@ class GlooCollectives:
 
         return self._line.submit(entry, send_or_receive)
 
-    def fail(self, error: CommError) -> None:
+    def fail(self, error: InfinityError) -> None:
         """The line has it already."""
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infinity.comm.order import DIGEST_BYTES, Entry
 from infinity.comm.watch import Watch
-from infinity.errors import CommError, IllegalTransition, InfinityError
+from infinity.errors import IllegalTransition, InfinityError
 from infinity.handles import Promise
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
@@ -145,14 +145,14 @@ class Line:
     it is, on a daemon thread that keeps its buffers, until `close`.
     """
 
-    def __init__(self, peers: Peers, watch: Watch, recorder: Recorder, on_failure: Callable[[CommError], None]) -> None:
+    def __init__(self, peers: Peers, watch: Watch, recorder: Recorder, on_failure: Callable[[InfinityError], None]) -> None:
         self._peers = peers
         self._on_failure = on_failure  # hears of the error that ended the line, once
         self._watch = watch
         self._recorder = recorder  # gets a span "comm.exchange" for each job, from when all ranks have come to it
         self._changed = threading.Condition()
         self._jobs: deque[_Job[object]] = deque()  # the first is being made
-        self._error: CommError | None = None
+        self._error: InfinityError | None = None
         self._lifecycle = Lifecycle("Line between ranks", LineState.OPEN, LINE_MOVES)
         self._thread = threading.Thread(target=self._run, name="comm-line", daemon=True)
 
@@ -172,7 +172,7 @@ class Line:
             self._changed.notify()
         return job.promise
 
-    def fail(self, error: CommError) -> None:
+    def fail(self, error: InfinityError) -> None:
         """End the line: whoever waits gets `error`, whatever gloo is doing. Any thread; only the first error counts."""
         with self._changed:
             if self._lifecycle.state is not LineState.OPEN:
@@ -217,7 +217,7 @@ class Line:
                 self.fail(self._watch.explain(lost, lost.peer))
                 return
             except InfinityError as error:  # of this rank: what was to be sent could not be had
-                self.fail(CommError(f"Rank {self._peers.rank} failed: {error}", remedy="The cause is there."))
+                self.fail(error)
                 return
             except Exception as error:  # noqa: BLE001 - the thread's boundary: whoever waits must hear of it
                 self.fail(self._watch.explain(error))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infinity.comm.order import Entry
 from infinity.comm.watch import Watch
-from infinity.errors import CommError
+from infinity.errors import CommError, InfinityError
 from infinity.handles import Handle
 
 if TYPE_CHECKING:  # one rank needs no build of torch that has it
@@ -51,7 +51,7 @@ class NativeCollectives:
         self._group = group
         self._watch = watch
         self._owns_default = owns_default
-        self._error: CommError | None = None
+        self._error: InfinityError | None = None
 
     def all_gather(self, entry: Entry, shard: Tensor, into: Tensor, after: Handle[None] | None = None) -> Handle[None]:
         if after is not None:
@@ -76,7 +76,7 @@ class NativeCollectives:
     def broadcast(self, entry: Entry, flat: Tensor, source: int) -> Handle[None]:
         return self._handle(lambda: dist.broadcast(flat, group=self._group, group_src=source, async_op=True), flat)
 
-    def fail(self, error: CommError) -> None:
+    def fail(self, error: InfinityError) -> None:
         if self._error is None:
             self._error = error
             self._group.abort()  # a kernel that waits for a lost rank would keep the stream, and with it the host, for ever

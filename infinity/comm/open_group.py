@@ -19,7 +19,7 @@ from infinity.comm.native import open_native_collectives
 from infinity.comm.order import Order
 from infinity.comm.ranks import RankGroup
 from infinity.comm.watch import Pace, Watch
-from infinity.errors import CommError, ConfigError
+from infinity.errors import CommError, ConfigError, InfinityError
 from infinity.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:  # one rank needs no build of torch that has it
@@ -100,7 +100,7 @@ def open_group(
     order = Order()
     opened: list[RankGroup] = []
 
-    def end_by(error: CommError) -> None:
+    def end_by(error: InfinityError) -> None:
         opened[0].end_by(error)
 
     watch = Watch(

@@ -14,7 +14,7 @@ from infinity.comm.group import Json, own_shard, require_flat, require_shards, r
 from infinity.comm.line import Line, Peers
 from infinity.comm.order import Entry, Order
 from infinity.comm.watch import Watch
-from infinity.errors import CommError
+from infinity.errors import CommError, InfinityError
 from infinity.handles import Handle
 from infinity.states import Lifecycle
 from infinity.telemetry.recorder import Recorder
@@ -124,7 +124,7 @@ class RankGroup:
         self._lifecycle.to(GroupState.CLOSED)
         self._end(RankState.CLOSED, "")
 
-    def end_by(self, error: CommError) -> None:
+    def end_by(self, error: InfinityError) -> None:
         """The watch's verdict: every handle gets `error`, and every later call raises it. Any thread."""
         self._line.fail(error)
         self._words.fail(error)
