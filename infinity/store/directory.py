@@ -43,6 +43,8 @@ _PREFIX, _CLAIM_PREFIX = "infinity-", ".infinity-claim-"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A claim takes milliseconds; one that is older and has no living owner was killed on its way.
 _CLAIM_GRACE_SECONDS = 60.0
+# Whoever looks whether a run lives holds its lock for a moment, as the other ranks of a job do while this one begins.
+_LOOK_SECONDS = 0.5
 
 
 class RunState(Enum):
@@ -221,13 +223,22 @@ def _rename_to_free_name(temporary: Path, wanted: Path) -> Path:
 
 
 def _lock(path: Path) -> int:
+    """Return the locked descriptor. Raises BlockingIOError where somebody keeps the lock, who does not only look."""
     descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        give_up_at = time.monotonic() + _LOOK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(_LOOK_SECONDS / 100)
+            else:
+                return descriptor
+    except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
 
 
 def _examine(path: Path) -> Run | None:

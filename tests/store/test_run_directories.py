@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -103,6 +105,24 @@ def test_two_runs_of_one_name_get_a_directory_each(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["infinity-job"]
     finally:
         kill(process)
+
+
+@pytest.mark.parametrize("num_looks", [1, 5])
+def test_somebody_who_looks_does_not_stop_a_run_that_begins(
+    num_looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks whether a run lives holds its lock for a moment, as other ranks do that begin at the same time."""
+    flock, looks = fcntl.flock, iter(range(num_looks))
+
+    def held_by_others(descriptor: int, operation: int) -> None:
+        if next(looks, None) is not None:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("infinity.store.directory.fcntl.flock", held_by_others)
+    run = claim_run(tmp_path, "job")
+    assert [found.state for found in list_runs(tmp_path)] == [RunState.LIVE]
+    run.close()
 
 
 def test_a_lock_is_enough_to_be_alive(tmp_path: Path) -> None:
