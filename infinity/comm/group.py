@@ -78,32 +78,10 @@ class Group(Protocol):
         ...
 
 
-def barrier(group: Group, *, what: str) -> None:
-    """Return when every rank has come here."""
-    group.gather(None, what=what)
-
-
-def union(group: Group, bits: int, *, what: str) -> int:
-    """Return the bits that are set on any rank, as one integer of any length (`touched` parameters, for example)."""
-    together = 0
-    for theirs in group.gather(bits, what=what):
-        together |= int(theirs)  # type: ignore[arg-type]  # every rank gives an int here
-    return together
-
-
 def minimum(group: Group, value: float, *, what: str) -> float:
     """Return the least of the ranks' values; NaN where any is NaN."""
-    return min(_numbers(group, value, what))
-
-
-def maximum(group: Group, value: float, *, what: str) -> float:
-    """Return the greatest of the ranks' values; NaN where any is NaN."""
-    return max(_numbers(group, value, what))
-
-
-def _numbers(group: Group, value: float, what: str) -> list[float]:
-    numbers = [float(theirs) for theirs in group.gather(value, what=what)]  # type: ignore[arg-type]
-    return [math.nan] if any(map(math.isnan, numbers)) else numbers
+    numbers = [float(theirs) for theirs in group.gather(value, what=what)]  # type: ignore[arg-type]  # all give floats here
+    return math.nan if any(map(math.isnan, numbers)) else min(numbers)
 
 
 def require_shards(shard: Tensor, flat: Tensor, size: int, what: str) -> None:

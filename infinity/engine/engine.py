@@ -354,13 +354,19 @@ class Engine:
 
         `path` is its own directory, or one that `save_checkpoint` was given: then of this tag, else of the tag saved last,
         the newest complete one. Every rank reads it, whatever number of them saved it. Raises CheckpointError and its kinds;
-        then the engine's state is as before, except after an error of reading. Raises IllegalTransition in the middle of a
-        step of the familiar loop.
+        then the state is as before, or the engine FAILED where part of it was replaced already. Raises IllegalTransition in
+        the middle of a step of the familiar loop.
         """
         self._step.begin_anew("load_checkpoint")
         self.synchronize()
-        with self._step.failing_on_io():
-            restored = self._parts.persistence.load(Path(path), tag)
+        persistence = self._parts.persistence
+        try:
+            with self._step.failing_on_io():
+                restored = persistence.load(Path(path), tag)
+        except BaseException as error:
+            if persistence.is_torn:
+                self._step.fail(error)
+            raise
         self._step.global_steps, self._step.skipped_steps = restored.steps.taken, restored.steps.skipped
         self._parts.randomness.step = self._step.global_steps
         return LoadedCheckpoint(restored.path, restored.extra)

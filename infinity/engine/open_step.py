@@ -78,9 +78,7 @@ class OpenStep:
             self.abandon()
             raise
         except BaseException as error:
-            if self.lifecycle.state not in ENDS:  # an interrupt, too: part of the update is made, or will be
-                self.lifecycle.to(EngineState.FAILED)
-            parts.group.fail(reason_words(error))
+            self.fail(error)  # an interrupt, too: part of the update is made, or will be
             raise
         parts.activations.book()
         self.global_steps += 1
@@ -96,6 +94,10 @@ class OpenStep:
         if self.parts.group.size == 1:
             self.abandon()
             return
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The states are not those of one moment any more, or others wait for this rank in vain: only `close` is legal."""
         if self.lifecycle.state not in ENDS:
             self.lifecycle.to(EngineState.FAILED)
         self.parts.group.fail(reason_words(error))

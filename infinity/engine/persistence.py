@@ -91,6 +91,7 @@ class Persistence:
         self._precision = precision
         self._staging = staging
         self._cpu_memory_bytes = cpu_memory_bytes  # the budget that the layout was planned for
+        self.is_torn = False  # a load has replaced part of the state and did not end
         self._adopted = adopted  # the checkpoint in place whose swap files this store took over
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,6 +178,7 @@ class Persistence:
                     require_adopted(checkpoint, self._adopted)
             self._require_one_checkpoint(checkpoint)
             is_copy = not checkpoint.manifest.swap_files
+            self.is_torn = True
             if is_copy:
                 self._weights.forget()
             with together(self._exchange.group, what="reading a checkpoint"):
@@ -187,6 +189,7 @@ class Persistence:
             if is_copy:
                 self._weights.show_resident()
                 self._weights.rewind()
+            self.is_torn = False
         counters = state.counters
         self._optimizer.steps = dict(counters.parameter_steps)
         self._lr_schedule.num_applied_steps = counters.schedule_position

@@ -16,15 +16,19 @@ class UnitOrder:
     def __init__(self, num_units: int) -> None:
         self._visits: tuple[Visit, ...] = tuple(Visit(unit, 0) for unit in range(num_units))
         self._ranks: dict[Visit, int] = {}
-        self.known = False
+        self.known = self.knows_tail = False
         self.tail: Visit | None = None  # where the tail begins; None where the loss cannot be separated from what is before
 
-    def learn(self, visits: Sequence[Visit], *, tail: Visit | None = None) -> None:
-        """Take a micro-batch's visits as the order of all."""
+    def learn(self, visits: Sequence[Visit]) -> None:
+        """Take a micro-batch's visits as the order of all. Nothing is said of a tail."""
         self._visits = tuple(visits)
         self._ranks = {visit: rank for rank, visit in enumerate(visits)}
-        self.tail = tail
         self.known = True
+
+    def learn_with_tail(self, visits: Sequence[Visit], tail: Visit | None) -> None:
+        """Take a micro-batch's visits as the order of all, and where its tail begins, if anywhere."""
+        self.learn(visits)
+        self.tail, self.knows_tail = tail, True
 
     def rank(self, before: Sequence[Visit], waiting_at: Visit | None) -> float:
         """Return how far along the way a micro-batch is that waits at a visit after having made others.

@@ -84,7 +84,7 @@ class VerticalSchedule:
 
         Raises ModelError where no loss requires a gradient, and its kinds for units that cannot be run exactly.
         """
-        if not self._order.known:
+        if not self._order.knows_tail:
             self._learn(forward_loss, micro_batches[0])
         self._scheduler = getcurrent()
         self._base, self._base_modes = ambient(self._device_types), modes(self._device)
@@ -200,7 +200,7 @@ class VerticalSchedule:
             restore(changed(before))
             self._walk.own_attributes.learn(attributes, snapshot(self._walk.module))
         self._recorder.count("tails_not_separable", int(last is None))
-        self._order.learn(micro_batch.visits, tail=last.visit if last is not None else None)
+        self._order.learn_with_tail(micro_batch.visits, last.visit if last is not None else None)
         self._weights.expect(self._order.vertical_sequence(self._walk.groups))
 
     # Tail and backward

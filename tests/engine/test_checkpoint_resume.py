@@ -23,9 +23,10 @@ from kit import (
 from kit import train_engine as take
 from torch import nn
 
+from infinity.checkpoint.reader import Checkpoint
 from infinity.config import Config
 from infinity.engine import EngineState
-from infinity.errors import CheckpointError, CheckpointMismatch
+from infinity.errors import CheckpointError, CheckpointMismatch, IllegalTransition
 from infinity.placement import Placement
 
 TIERS = {"ram": ("cpu", "cpu"), "nvme": ("nvme", "nvme"), "nvme-opt": ("nvme", "cpu"), "nvme-params": ("cpu", "nvme")}
@@ -150,6 +151,30 @@ def test_foreign_checkpoints_are_refused_and_change_nothing(wrong: str, nvme: Pa
         run = take(engine, TINY_GPT, config, range(1, 3))
     run.losses = first.losses + run.losses
     require_same(run, expected)
+
+
+@pytest.mark.parametrize("place", ["ram", "nvme"])
+def test_a_load_that_ends_half_way_leaves_no_engine_to_train_with(
+    place: str, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that turns out damaged after other units were replaced: nobody trains on with a mixture of two states."""
+    config = on(place, nvme)
+    with open_engine(TINY_GPT.build(), config) as engine:
+        take(engine, TINY_GPT, config, range(1))
+        path = engine.save_checkpoint(tmp_path / "checkpoints")
+        read, reads = Checkpoint.read, iter(range(1000))
+
+        def damaged_later(self: Checkpoint, *arguments: Any) -> None:
+            if next(reads) == 20:
+                raise CheckpointError("A unit is damaged.")
+            read(self, *arguments)
+
+        monkeypatch.setattr(Checkpoint, "read", damaged_later)
+        with pytest.raises(CheckpointError, match="damaged"):
+            engine.load_checkpoint(path)
+        assert engine.state is EngineState.FAILED
+        with pytest.raises(IllegalTransition, match="FAILED"):
+            engine.train_batch(TINY_GPT.batches(1, 1, torch.bfloat16))
 
 
 def test_buffers_are_saved_and_restored(nvme: Path, tmp_path: Path) -> None:

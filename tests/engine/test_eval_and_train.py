@@ -157,6 +157,19 @@ def test_branches_change_from_step_to_step(kit: Kit, tiers: tuple[str, str], num
         assert torch.equal(state[name], initial[name])
 
 
+def test_a_forward_pass_before_the_first_step_does_not_cost_the_tail(nvme: Path) -> None:
+    """A training pass to look at shapes learns no tail: train_batch learns it all the same, and gives the same bits."""
+    config = settings(nvme, optim="nvme", params="nvme", num_micro_batches=2)
+    expected = train(TINY_GPT, config, num_steps=2)
+    with open_engine(TINY_GPT.build(), config) as engine:
+        engine(*TINY_GPT.batches(7, 1, torch.bfloat16)[0])
+        engine.zero_grad()
+        assert engine._parts.order.known
+        assert engine._parts.order.tail is None
+        require_same(train_engine(engine, TINY_GPT, config, range(2)), expected)
+        assert engine._parts.order.tail is not None
+
+
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 def test_untouched_parameters_keep_moments_too(bf16: bool, nvme: Path, tmp_path: Path) -> None:
     """After a step in which its branch is not taken, every stored plane of a parameter has the bits of before."""

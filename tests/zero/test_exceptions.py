@@ -141,7 +141,7 @@ def test_a_cleanup_that_fails_does_not_keep_others_from_theirs():
     """An exception in one micro-batch's cleanup still lets all others be closed and the state be restored."""
     torch.manual_seed(0)
     harness = Harness(RefusesToEnd())
-    harness.order.learn([], tail=None)
+    harness.order.learn_with_tail([], None)
     before = _state(harness)
     with pytest.raises(KeyError, match="cleanup failed"):
         harness.step(_fails_loss(4), 4)
@@ -168,7 +168,7 @@ def test_no_micro_batch_is_left_running():
                 ended.append(k)
 
     harness = Harness(Model())
-    harness.order.learn([], tail=None)
+    harness.order.learn_with_tail([], None)
     with pytest.raises(Trouble):
         harness.step(lambda model, k: model(torch.ones(2, 16), k), 4)
     assert sorted(ended) == [0, 1, 2, 3]

@@ -160,7 +160,7 @@ def test_context_variables():
             return x.square().mean()
 
     harness = Harness(Model())
-    harness.order.learn([], tail=None)
+    harness.order.learn_with_tail([], None)
     token = TENANT.set("caller")
     harness.step(lambda model, k: model(torch.ones(2, 16), k), 3)
     assert TENANT.get() == "caller"
