@@ -58,6 +58,7 @@ def open_gradient_path(
 ) -> GradientPath:
     """Reserve what the plan names for it; `resources` gives everything back."""
     layouts, is_one_rank = pieces.unit_layouts, group.size == 1
+    is_split = any(one.is_split for one in layouts)
     buffers = None
     if not is_one_rank:
         buffers = open_reduction_buffers(
@@ -66,7 +67,7 @@ def open_gradient_path(
     waiting = WaitingGradients(
         store=store,
         layouts=layouts,
-        spread=None if buffers is None or buffers.part.numel() == 0 else GradientSpread(group, layouts, buffers.part),
+        spread=None if buffers is None or is_split else GradientSpread(group, layouts, buffers.part),
         slots=slots,
         kernel=kernel,
         grad_dtype=grad_dtype,

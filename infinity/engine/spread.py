@@ -8,7 +8,6 @@ import torch
 
 from infinity.comm.group import Group
 from infinity.handles import AllOf, Handle
-from infinity.store.layout import Section
 from infinity.store.unit_size import UnitLayouts
 
 
@@ -27,7 +26,7 @@ class GradientSpread:
     def send(self, shard: int, whole: torch.Tensor) -> Handle[None]:
         """Begin to fill `whole`, the shard's gradient, with every rank's part."""
         what = f"reduced gradient of {self._layouts[shard].whole.name}"
-        sections, start = [whole[_run(section)] for section in _trainable(self._layouts[shard])], 0
+        sections, start = [whole[run] for run in self._layouts[shard].reduced_runs], 0
         for flat in sections:
             own = self._own(flat)
             own.copy_(self._part[start : start + own.numel()])
@@ -36,15 +35,7 @@ class GradientSpread:
 
     def collect(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a gradient that is there, as a copy."""
-        return torch.cat([self._own(whole[_run(section)]) for section in _trainable(self._layouts[shard])])
+        return torch.cat([self._own(whole[run]) for run in self._layouts[shard].reduced_runs])
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.chunk(self._group.size)[self._group.rank]
-
-
-def _trainable(layouts: UnitLayouts) -> list[Section]:
-    return [section for section in layouts.whole.sections if section.trainable and section.unit_elements]
-
-
-def _run(section: Section) -> slice:
-    return slice(section.state_offset, section.state_offset + section.unit_elements)

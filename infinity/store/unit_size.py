@@ -21,6 +21,15 @@ class UnitLayouts:
     gathers_weights: bool  # for every use: between two of them this rank has the owned weights alone
 
     @property
+    def reduced_runs(self) -> tuple[slice, ...]:
+        """Where the trainable sections lie among the whole unit's state elements: each is the ranks' parts in turn."""
+        return tuple(
+            slice(section.state_offset, section.state_offset + section.unit_elements)
+            for section in self.whole.sections
+            if section.trainable and section.unit_elements
+        )
+
+    @property
     def is_split(self) -> bool:
         """Whether other ranks own parts that this one does not."""
         return self.owned is not self.whole

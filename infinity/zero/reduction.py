@@ -14,7 +14,6 @@ import torch
 
 from infinity.comm.group import Group
 from infinity.handles import AllOf
-from infinity.store.layout import ShardLayout
 from infinity.store.unit_size import UnitLayouts
 from infinity.zero.gradients import FinalRun, fill
 from infinity.zero.lasting_sums import SumsPlace, put
@@ -94,12 +93,13 @@ class RankReduction:
     def publish(self, shard: int, runs: Sequence[FinalRun], touched: frozenset[str]) -> None:
         """Begin to reduce a unit's gradient, whose runs are free when this returns."""
         self.settle()
-        whole = self._layouts[shard].whole
+        layouts = self._layouts[shard]
+        whole = layouts.whole
         flat = self._flat[: whole.num_state_elements]
         fill(flat, runs)
         handles = [
             self._group.reduce_scatter(section, self._own(section), what=f"gradient of {whole.name}")
-            for section in _sections(whole, flat)
+            for section in (flat[run] for run in layouts.reduced_runs)
         ]
         self._under_way = _UnderWay(shard, touched, AllOf(handles))
 
@@ -109,10 +109,9 @@ class RankReduction:
             return
         under_way, self._under_way = self._under_way, None
         under_way.reduced.wait()
-        whole = self._layouts[under_way.shard].whole
         runs, start = [], 0
-        for section in _sections(whole, self._flat):
-            own = self._own(section)
+        for run in self._layouts[under_way.shard].reduced_runs:
+            own = self._own(self._flat[run])
             runs.append(FinalRun(start, own))
             start += own.numel()
         target = self._part_sums if self._sums_up and self._part_sums is not None else self._target
@@ -136,12 +135,3 @@ class RankReduction:
 
     def _own(self, section: torch.Tensor) -> torch.Tensor:
         return section.chunk(self._group.size)[self._group.rank]
-
-
-def _sections(whole: ShardLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the trainable sections of the unit; each is the ranks' parts in turn."""
-    return [
-        flat[section.state_offset : section.state_offset + section.unit_elements]
-        for section in whole.sections
-        if section.trainable and section.unit_elements
-    ]

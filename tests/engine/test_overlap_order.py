@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from kit import Bulk, Kit, open_engine, settings
-from torch import nn
+from slow_units import NUM_UNITS, WIDTH, SlowModel
 
 from infinity.telemetry.recorder import Recorder, Span
-
-WIDTH, NUM_UNITS = 64, 6
-FORWARD_SECONDS = 0.02
 
 
 def spans_of(recorder: Recorder, name: str) -> list[Span]:
@@ -52,34 +48,6 @@ def test_reads_begin_before_the_computation_before_ends(tile_slots: int, nvme: P
         )
         overlapped += read.start_ns < first.end_ns
     assert overlapped >= 0.9 * len(pairs)
-
-
-class Slow(nn.Module):
-    """A unit that takes long, and knows when it ran."""
-
-    def __init__(self, log: list[tuple[int, int, int]], number: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.log = log
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        begin = time.monotonic_ns()
-        x = x + torch.tanh(self.linear(x))
-        time.sleep(FORWARD_SECONDS)
-        self.log.append((self.number, begin, time.monotonic_ns()))
-        return x
-
-
-class SlowModel(nn.Module):
-    def __init__(self, log: list[tuple[int, int, int]]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Slow(log, number) for number in range(NUM_UNITS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
 
 
 @pytest.mark.parametrize("params", ["nvme", "cpu"])

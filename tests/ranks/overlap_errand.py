@@ -2,47 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
-from torch import nn
+from slow_units import WIDTH, SlowModel
 
 import infinity
-
-WIDTH, NUM_UNITS, SECONDS = 32, 6, 0.03
-Interval = tuple[int, int]
-
-
-class Slow(nn.Module):
-    """A unit that takes long, and knows when it ran."""
-
-    def __init__(self, log: list[tuple[int, int, int]], number: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.log, self.number = log, number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run and write down when."""
-        begin = time.monotonic_ns()
-        x = x + torch.tanh(self.linear(x))
-        time.sleep(SECONDS)
-        self.log.append((self.number, begin, time.monotonic_ns()))
-        return x
-
-
-class SlowModel(nn.Module):
-    """Six of them in a row."""
-
-    def __init__(self, log: list[tuple[int, int, int]]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Slow(log, number) for number in range(NUM_UNITS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
 
 
 def train_slowly() -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from overlap_errand import NUM_UNITS, train_slowly
+from overlap_errand import train_slowly
 from rank_pool import RankPool
+from slow_units import NUM_UNITS
 
 
 def test_gathers_come_before_they_are_needed_and_reductions_run_beside_the_next_unit(ranks: RankPool) -> None:
