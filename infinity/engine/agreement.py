@@ -1,4 +1,4 @@
-"""What ranks tell each other once a step, so that all of them take the same one: one exchange of small values.
+"""What ranks tell each other so that all of them take the same step: exchanges of small values.
 
 Norm, finiteness, touched parameters and the mean loss follow from it; sums of squares come in the order of the ranks.
 """
