@@ -106,12 +106,15 @@ def test_micro_batches_that_are_summed_by_themselves(check: Callable[..., None],
 
 
 @pytest.mark.slow
-def test_several_dtypes_over_two_ranks(ranks: RankPool, nvme: Path) -> None:
-    """C101: a bf16 base with fp32 adapters and norms has the same states in every stage, on both ranks."""
+@pytest.mark.parametrize("reduction", ["boundary", "micro_batch"])
+def test_several_dtypes_over_two_ranks(reduction: str, ranks: RankPool, nvme: Path) -> None:
+    """C101: a bf16 base with fp32 adapters and norms has the same states in all stages that reduce alike, on both ranks."""
     runs = [
         found
         for stage in (0, *STAGES)
-        for found in ranks.run(2, dtypes.mixed_dtypes, nvme=str(nvme), stage=stage, **tiers_of(stage))
+        for found in ranks.run(
+            2, dtypes.mixed_dtypes, nvme=str(nvme), stage=stage, gradient_reduction=reduction, **tiers_of(stage)
+        )
     ]
     for other in runs[1:]:
         assert all((other[name] == value).all() for name, value in runs[0].items())
